@@ -83,14 +83,20 @@ if TYPE_CHECKING:
     from paramserve.launch.working import work as work
     from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
+    from paramserve.rules.adadelta import Adadelta as Adadelta
     from paramserve.rules.adagrad import Adagrad as Adagrad
     from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
     from paramserve.rules.adam import Adam as Adam
+    from paramserve.rules.adamax import Adamax as Adamax
     from paramserve.rules.add import Add as Add
     from paramserve.rules.base import PushInfo as PushInfo
     from paramserve.rules.custom import CustomRule as CustomRule
     from paramserve.rules.delayed_nesterov import DelayedNesterov as DelayedNesterov
     from paramserve.rules.ftrl import FTRL as FTRL
+    from paramserve.rules.lamb import LAMB as LAMB
+    from paramserve.rules.lion import Lion as Lion
+    from paramserve.rules.nadam import NAdam as NAdam
+    from paramserve.rules.rmsprop import RMSprop as RMSprop
     from paramserve.rules.sgd import SGD as SGD
     from paramserve.worker import Worker as Worker
 
@@ -116,6 +122,12 @@ _NAMES = {
     "rules.add": "Add",
     "rules.sgd": "SGD",
     "rules.adam": "Adam",
+    "rules.rmsprop": "RMSprop",
+    "rules.adadelta": "Adadelta",
+    "rules.adamax": "Adamax",
+    "rules.nadam": "NAdam",
+    "rules.lion": "Lion",
+    "rules.lamb": "LAMB",
     "rules.custom": "CustomRule",
     "rules.adagrad": "Adagrad RowAdagrad",
     "rules.delayed_nesterov": "DelayedNesterov",

@@ -11,14 +11,20 @@ import pytest
 
 from paramserve.rules import (
     FTRL,
+    LAMB,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
+    Adamax,
     Add,
     Array,
     DelayedNesterov,
     Hyper,
+    Lion,
+    NAdam,
     PushInfo,
+    RMSprop,
     RowAdagrad,
     Rule,
     Run,
@@ -41,6 +47,14 @@ RULES: list[Rule] = [
     Adagrad(lr=0.1, lr_decay=0.1, weight_decay=0.01, initial_accumulator_value=0.5, maximize=True),
     FTRL(alpha=0.1, l1=0.01, l2=0.1),
     DelayedNesterov(lr=0.1, pushes=3, activation=0.2),
+    RMSprop(),
+    RMSprop(lr=0.1, alpha=0.4, weight_decay=0.01, momentum=0.9, centered=True, maximize=True),
+    Adadelta(weight_decay=0.01),
+    Adamax(weight_decay=0.01, maximize=True),
+    NAdam(),
+    NAdam(weight_decay=0.1, decoupled=True, maximize=True),
+    Lion(lr=0.01, weight_decay=0.1, maximize=True),
+    LAMB(lr=0.1, weight_decay=0.1, maximize=True),
 ]
 
 

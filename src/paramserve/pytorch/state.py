@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paramserve.messages import VALUE
 from paramserve.pytorch.block import Layout, kept_dtype
+from paramserve.rules.nadam import NAdam
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_rule import Kept, TorchRule
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 State = dict[Tensor, dict[str, Any]]
 STEP = "step"
 """Torch's word for a parameter's update count; its SGD keeps none."""
+PRODUCT = "mu_product"
+"""Torch's NAdam keeps it beside the count, from which it follows."""
 
 
 def _kept(rule: Rule, param: Tensor) -> dict[str, Kept]:
@@ -31,7 +34,16 @@ def _kept(rule: Rule, param: Tensor) -> dict[str, Kept]:
     if isinstance(rule, TorchRule):
         return dict(rule.kept(shape))
     kept = {name: Kept(shape, None) for _, name in _fields(rule)}
-    return kept if isinstance(rule, SGD) else {STEP: Kept((), _step_dtype()), **kept}
+    if isinstance(rule, SGD):
+        return kept
+    number = Kept((), _step_dtype())
+    counted = {STEP: number, PRODUCT: number} if isinstance(rule, NAdam) else {STEP: number}
+    return counted | kept
+
+
+def _number(rule: Rule, name: str, count: int) -> float:
+    """What follows from a parameter's update count, though torch keeps it beside that."""
+    return rule.product(count) if name == PRODUCT and isinstance(rule, NAdam) else float(count)
 
 
 def _fields(rule: Rule) -> Iterable[tuple[int, str]]:
@@ -59,7 +71,9 @@ def fetch(read: Fetch, layout: Layout, rule: Rule) -> State:
         entry: dict[str, Any] = {}
         if count:
             for name, kept in _kept(rule, param).items():
-                if name == STEP:
+                if name in (STEP, PRODUCT) and not isinstance(rule, TorchRule):
+                    entry[name] = torch.tensor(_number(rule, name, count), dtype=kept.dtype)
+                elif name == STEP:
                     entry[name] = torch.tensor(float(count), dtype=kept.dtype)
                 else:
                     value = _as_kept(views[name][index], kept, param)
@@ -93,7 +107,9 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
         return dict(optimizer.state[made])
     zeros = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
     return {
-        name: torch.zeros(kept.shape, dtype=kept.dtype) if name == STEP else zeros.clone()
+        name: torch.tensor(_number(rule, name, 0), dtype=kept.dtype)
+        if name in (STEP, PRODUCT)
+        else zeros.clone()
         for name, kept in _kept(rule, param).items()
     }
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW, as `torch.optim.Adam` computes them."""
+"""Adam and AdamW, as `torch.optim.Adam` computes them; and what rules with two betas share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,27 @@ from paramserve.rules.base import Array, Hyper
 from paramserve.rules.built_in import FLAG, FRACTION, NOT_NEGATIVE, Allowed, BuiltIn, Numbers, State
 
 
+class WithBetas(BuiltIn):
+    """Base of rules with `betas`: a pair as a field, two numbers of the hyper tuple."""
+
+    betas: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.betas, tuple | list):
+            raise TypeError(f"betas of {self.name} must be two numbers, not {self.betas!r}")
+        if len(self.betas) != 2:
+            raise ValueError(f"betas of {self.name} must be two numbers, not {self.betas!r}")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        super().__post_init__()
+
+    def hyper(self) -> Hyper:
+        pair = dict(zip(("beta1", "beta2"), self.betas, strict=True))
+        names = self.hyper_names
+        return tuple(float(pair[n] if n in pair else getattr(self, n)) for n in names)
+
+
 @dataclass(frozen=True)
-class Adam(BuiltIn):
+class Adam(WithBetas):
     """value -= lr * mean of gradients / root of their mean square, each corrected for its start.
 
     In this order: `maximize` negates the gradient g; weight decay is g += weight_decay * value,
@@ -50,18 +69,6 @@ class Adam(BuiltIn):
         "maximize": FLAG,
     }
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.betas, tuple | list):
-            raise TypeError(f"betas of Adam must be two numbers, not {self.betas!r}")
-        if len(self.betas) != 2:
-            raise ValueError(f"betas of Adam must be two numbers, not {self.betas!r}")
-        object.__setattr__(self, "betas", tuple(self.betas))
-        super().__post_init__()
-
-    def hyper(self) -> Hyper:
-        fields = (self.eps, self.weight_decay, self.decoupled, self.maximize)
-        return tuple(map(float, (self.lr, *self.betas, *fields)))
 
     @staticmethod
     def coefficients(hyper: Hyper, scale: float, count: int) -> Numbers:

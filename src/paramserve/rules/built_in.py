@@ -66,6 +66,10 @@ class BuiltIn(ABC):
 
     An element's update depends on that element alone: a shard's range may begin in the middle of a
     tensor. A rule with `whole_rows` is for tables only; its `update` is given one row at a time.
+
+    A rule with `whole_tensors` is for dense parameters only, and its step goes by the norm of each
+    tensor: `update` changes states only, `direction` (Numba compiles it, too) says where to, and
+    the last of its coefficients is the rate. See `kernels.layerwise`.
     """
 
     name: ClassVar[str]
@@ -78,6 +82,7 @@ class BuiltIn(ABC):
     state_start: ClassVar[str] = ""
     """The field that states start at; "": at 0."""
     whole_rows: ClassVar[bool] = False
+    whole_tensors: ClassVar[bool] = False
     _needs_state: ClassVar[int] = -1
     _states: ClassVar[int] = 0
     """How many states there are where they are kept."""
@@ -112,6 +117,14 @@ class BuiltIn(ABC):
         computed in float32, as torch does. With `whole_rows` they are one row, states are as wide
         as `row_states` says (all alike), and behind them comes float32 [LANES] to be overwritten.
         """
+
+    @staticmethod
+    def direction(value: Array, state: State, coefficients: Numbers, out: Array) -> None:
+        """Write to `out` [n] what each element of `value` is to be lessened by, before the rate.
+
+        With `whole_tensors` only.
+        """
+        raise NotImplementedError
 
     def counted(self, hyper: Hyper) -> bool:
         """Whether `coefficients` looks at the count of a row's updates."""

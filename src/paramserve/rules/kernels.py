@@ -180,20 +180,33 @@ def compensate(gradient: Array, value: Array, read: Array, lam: float) -> None:
         gradient[i] = g + factor * g * g * (value[i] - read[i])
 
 
-@kernel
-def squared_norm(a: Array) -> float:
-    """Sum of squares in float64, in an order of addition that is the same on every machine."""
-    sums, memory = np.zeros(LANES), tile_memory(a)
-    for at in range(0, a.size, LANES):
-        x = floats_of(a[at : at + LANES], memory)
-        for lane in range(x.size):
-            sums[lane] += np.float64(x[lane]) * np.float64(x[lane])
+@inlined
+def add_squares(sums: Any, x: Any) -> None:
+    """Add the squares of a tile to sums [LANES], in float64."""
+    for at in range(0, x.size, LANES):
+        part = x[at : at + LANES]
+        for lane in range(part.size):
+            sums[lane] += np.float64(part[lane]) * np.float64(part[lane])
+
+
+@inlined
+def folded(sums: Any) -> Any:
+    """The sum of [LANES], which it overwrites."""
     width = LANES // 2
     while width > 0:
         for lane in range(width):
             sums[lane] += sums[lane + width]
         width //= 2
-    return float(sums[0])
+    return sums[0]
+
+
+@kernel
+def squared_norm(a: Array) -> float:
+    """Sum of squares in float64, in an order of addition that is the same on every machine."""
+    sums, memory = np.zeros(LANES), tile_memory(a)
+    for at in range(0, a.size, TILE):
+        add_squares(sums, floats_of(a[at : at + TILE], memory))
+    return float(folded(sums))
 
 
 # --- the kernel of a rule ----------------------------------------------------------------------
@@ -219,6 +232,8 @@ def parts(states: int) -> Any:
 def block_kernel(rule: type[BuiltIn], states: int) -> Any:
     """The kernel of a rule for blocks with so many state arrays. It gives `stop`, or where the tile
     begins at whose NaN or Inf it has stopped: no update leaves either in the values."""
+    if rule.whole_tensors:
+        return layerwise(rule, states)
     update, coefficients, cut = inlined(rule.update), inlined(rule.coefficients), parts(states)
 
     def block(
@@ -243,6 +258,53 @@ def block_kernel(rule: type[BuiltIn], states: int) -> Any:
         return stop
 
     return of_rule(rule, states, block)
+
+
+def layerwise(rule: type[BuiltIn], states: int) -> Any:
+    """The kernel of a rule with `whole_tensors`, for one tensor. One pass over memory changes the
+    states and sums the squares of the values and of the direction; a second one, which computes the
+    direction once more instead of keeping it, changes the values. After NaN or Inf it has changed
+    states and no value."""
+    update, coefficients, cut = inlined(rule.update), inlined(rule.coefficients), parts(states)
+    direction = inlined(rule.direction)
+
+    def tensor(
+        value: Array,
+        gradient: Array,
+        state: Any,
+        out: Array,
+        start: int,
+        stop: int,
+        scale: float,
+        hyper: Any,
+        count: int,
+    ) -> int:
+        numbers, memory = coefficients(hyper, scale, count), tile_memory(gradient)
+        scratch = np.empty(TILE, value.dtype)
+        norms = np.zeros((2, LANES))
+        for at in range(start, stop, TILE):
+            end = min(at + TILE, stop)
+            tile, pushed, kept = value[at:end], gradient[at:end], cut(state, at, end)
+            if spoiled(pushed):
+                return at
+            way = scratch[: end - at]
+            update(tile, floats_of(pushed, memory), kept, numbers)
+            direction(tile, kept, numbers, way)
+            add_squares(norms[0], tile)
+            add_squares(norms[1], way)
+        size, length = np.sqrt(folded(norms[0])), np.sqrt(folded(norms[1]))
+        ratio = size / length if size > 0.0 and length > 0.0 else 1.0
+        rate = value.dtype.type(numbers[len(numbers) - 1] * ratio)
+        for at in range(start, stop, TILE):
+            end = min(at + TILE, stop)
+            tile, way = value[at:end], scratch[: end - at]
+            direction(tile, cut(state, at, end), numbers, way)
+            for i in range(tile.size):
+                tile[i] -= rate * way[i]
+            publish(out[at:end], tile)
+        return stop
+
+    return of_rule(rule, states, tensor)
 
 
 def of_rule(rule: type[BuiltIn], states: int, function: F) -> F:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from paramserve.rules.adadelta import Adadelta
 from paramserve.rules.adagrad import Adagrad
 from paramserve.rules.adam import Adam
+from paramserve.rules.adamax import Adamax
 from paramserve.rules.base import Rule
+from paramserve.rules.built_in import BuiltIn
+from paramserve.rules.nadam import NAdam
+from paramserve.rules.rmsprop import RMSprop
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_rule import (
     REFUSED,
@@ -62,21 +67,45 @@ def _read_adam(group: ParamGroup) -> Options:
     )
 
 
-def _read_adagrad(group: ParamGroup) -> Options:
-    names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-    return (*(float(group[name]) for name in names), bool(group["maximize"]))
+def _numbers(pair: Iterable[Any]) -> tuple[float, ...]:
+    return tuple(map(float, pair))
+
+
+def _kind(rule: type[BuiltIn], **torchs: str) -> Kind:
+    """A rule whose fields are the options of a class.
+
+    Args:
+        torchs: torch's name of a field that the rule calls otherwise.
+    """
+    made: Any = rule
+    forms: dict[str, Callable[[Any], Any]] = {"tuple[float, float]": _numbers, "bool": bool}
+    options = [
+        (torchs.get(field.name, field.name), forms.get(str(field.type), float))
+        for field in fields(made)
+    ]
+
+    def read(group: ParamGroup) -> Options:
+        return tuple([form(group[name]) for name, form in options])
+
+    return Kind(read, lambda given: made(*given))
 
 
 # All read the options in the order of the rule's fields.
 _SGD = Kind(_read_sgd, lambda options: SGD(*options))
 _ADAM = Kind(_read_adam, lambda options: Adam(*options))
-_ADAGRAD = Kind(_read_adagrad, lambda options: Adagrad(*options))
+_ADAGRAD = _kind(Adagrad)
 """For rows, and what is pushed by name: torch shows its state before the first step already."""
+DECOUPLED = "decoupled_weight_decay"
 _KERNELS: dict[type[Optimizer], Kind] = {
     torch.optim.SGD: _SGD,
     torch.optim.Adam: _ADAM._replace(torch="Adam"),
     torch.optim.AdamW: _ADAM._replace(torch="AdamW"),
+    torch.optim.RMSprop: _kind(RMSprop),
+    torch.optim.Adadelta: _kind(Adadelta),
+    torch.optim.Adamax: _kind(Adamax),
+    torch.optim.NAdam: _kind(NAdam, decoupled=DECOUPLED),
 }
+_TORCH_HAS = (SGD, Adam, Adagrad, RMSprop, Adadelta, Adamax, NAdam)
 SUPPORTED = f"every class of torch.optim but {' and '.join(REFUSED)}"
 
 
@@ -139,12 +168,14 @@ def torch_of(rule: Rule) -> tuple[str, ParamGroup]:
     """
     if isinstance(rule, TorchRule):
         return rule.kind, rule.given(rule.hyper())
-    if type(rule) is SGD or type(rule) is Adam or type(rule) is Adagrad:
-        options = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    if type(rule) in _TORCH_HAS:
+        made: Any = rule
+        options = {field.name: getattr(rule, field.name) for field in fields(made)}
+        if "decoupled" in options:
+            options[DECOUPLED] = options.pop("decoupled")
         if isinstance(rule, Adam):
-            options["decoupled_weight_decay"] = options.pop("decoupled")
             return "AdamW" if rule.decoupled else "Adam", options
-        return type(rule).__name__, options
+        return rule.name, options
     raise TypeError(f"{rule.name} is a rule that torch.optim does not have")
 
 

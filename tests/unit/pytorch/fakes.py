@@ -24,9 +24,7 @@ from paramserve.consistency.built_in import Async, Sync
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
-from paramserve.rules import PushInfo, Run
-from paramserve.rules.sgd import SGD
-from paramserve.rules.torch_rule import TorchRule
+from paramserve.rules import SGD, Adam, PushInfo, Run
 
 WAIT_S = 20.0
 PUSH = PushInfo(-1, 0, 0, 0, 1.0, 1.0)
@@ -60,7 +58,8 @@ class FakeBlock:
         return self.part(self.values, piece).reshape(self.pieces[piece].shape)
 
     def apply(self, gradient: np.ndarray, active: Sequence[int], hyper: Sequence[float]) -> None:
-        if isinstance(self.rule, TorchRule):
+        if not isinstance(self.rule, SGD | Adam):
+            self.rule.prepare(self.values.dtype)
             ends = self.starts[1:]
             runs = [
                 Run(self.starts[i], ends[i], self.counts[i], self.pieces[i].shape) for i in active

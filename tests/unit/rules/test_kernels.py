@@ -14,13 +14,19 @@ import pytest
 from paramserve.kernel_cache import Kernels
 from paramserve.rules import (
     FTRL,
+    LAMB,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
+    Adamax,
     Add,
     Array,
     DelayedNesterov,
+    Lion,
+    NAdam,
     PushInfo,
+    RMSprop,
     Run,
     kernels,
 )
@@ -30,7 +36,8 @@ DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 7, 256, 1023, 1024, 1025, 5000]
 BAD = [math.nan, -math.nan, math.inf, -math.inf]
 RULES: list[BuiltIn] = [Add(), SGD(lr=0.1), SGD(lr=0.1, momentum=0.9), Adam(), Adagrad(), FTRL()]
-RULES.append(DelayedNesterov(pushes=2))
+RULES += [DelayedNesterov(pushes=2), RMSprop(), RMSprop(momentum=0.9, centered=True)]
+RULES += [Adadelta(), Adamax(), NAdam(), Lion(), LAMB()]
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
 
 

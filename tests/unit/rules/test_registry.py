@@ -62,7 +62,7 @@ def test_build_registered_rule_with_tuple_of_any_length() -> None:
 def test_build_unknown_name_says_which_are_known() -> None:
     with pytest.raises(
         UnknownRule,
-        match=r"'Mine'.*Adam, Add, DelayedNesterov, FTRL, RowAdagrad, SGD and.*one of these",
+        match=r"'Mine'.*Adam, Adamax, Add, .*NAdam, RMSprop, RowAdagrad, SGD and.*one of these",
     ):
         build(RuleSpec("Mine"))
 
@@ -114,4 +114,5 @@ def test_built_in_rules_stand_under_their_names() -> None:
         "DelayedNesterov": "DelayedNesterov",
         "RowAdagrad": "RowAdagrad",
         "FTRL": "FTRL",
+        **{name: name for name in ("RMSprop", "Adadelta", "Adamax", "NAdam", "Lion", "LAMB")},
     }

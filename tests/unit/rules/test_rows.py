@@ -12,12 +12,16 @@ from tests.unit.rules.rows_in_memory import DIM, PUSH, ROWS, Rows, numbers
 
 from paramserve.rules import (
     FTRL,
+    LAMB,
     SGD,
     Adagrad,
     Adam,
     Add,
     Array,
     DelayedNesterov,
+    Lion,
+    NAdam,
+    RMSprop,
     RowAdagrad,
     RowRule,
     Rule,
@@ -33,8 +37,13 @@ from paramserve.rules.rows import (
 from paramserve.rules.torch_rule import TorchRule
 
 RULES: list[Any] = [
-    *(kind(**({"lr": 0.1} if kind is SGD else {})) for kind in BUILT_IN.values()),
+    *(
+        kind(**({"lr": 0.1} if kind is SGD else {}))
+        for kind in BUILT_IN.values()
+        if kind is not LAMB
+    ),
     SGD(lr=0.1, momentum=0.9),
+    RMSprop(momentum=0.9, centered=True),
 ]
 
 
@@ -87,6 +96,9 @@ def test_layout_wrong_width_or_dtype_is_refused(wrong: Any) -> None:
         (RowAdagrad(), False),
         (FTRL(), False),
         (DelayedNesterov(pushes=3), True),
+        (RMSprop(), False),
+        (NAdam(), True),
+        (Lion(), False),
         (TorchRule.of("RMSprop"), True),
     ],
     ids=str,
@@ -124,6 +136,7 @@ def test_fresh_states_are_the_rules_own() -> None:
             "needs a count of updates",
         ),
         (Adagrad(), {"lr_decay": 0.1}, "needs a count of updates"),
+        (RMSprop(), {"momentum": 0.9}, "needs the state square_avg, momentum_buffer"),
     ],
     ids=str,
 )

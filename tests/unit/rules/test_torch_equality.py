@@ -1,16 +1,27 @@
-"""SGD, Adam and Adagrad go where torch's go: 100 updates of several tensors, some left out."""
+"""The rules that torch has go where torch's go: 100 updates of several tensors, some left out."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from paramserve.rules import SGD, Adagrad, Adam, PushInfo, Rule, Run
+from paramserve.rules import (
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    PushInfo,
+    RMSprop,
+    Rule,
+    Run,
+)
 
 UPDATES = 100
 SIZES = (7, 33, 1)
@@ -120,6 +131,22 @@ ADAGRAD_OPTIONS = [
 ]
 
 
+OTHERS: list[tuple[type[Any], dict[str, Any]]] = [
+    *[
+        (RMSprop, {"momentum": momentum, "centered": centered, "weight_decay": decay})
+        for momentum, centered, decay in itertools.product((0.0, 0.9), (False, True), (0.0, 0.05))
+    ],
+    (RMSprop, {"alpha": 0.4, "centered": True, "eps": 1e-3, "maximize": True}),
+    (Adadelta, {}),
+    (Adadelta, {"rho": 0.6, "eps": 1e-3, "weight_decay": 0.05, "maximize": True}),
+    (Adamax, {}),
+    (Adamax, {"betas": (0.4, 0.8), "eps": 1e-3, "weight_decay": 0.05, "maximize": True}),
+    (NAdam, {}),
+    (NAdam, {"betas": (0.4, 0.8), "eps": 1e-3, "weight_decay": 0.05, "maximize": True}),
+    (NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.05, "momentum_decay": 0.1}),
+]
+
+
 def words(options: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items() if value)
 
@@ -154,6 +181,25 @@ def test_adagrad_equals_torch(options: dict[str, Any], dtype: type[Any]) -> None
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, foreach=False, **options),
         dtype,
     )
+
+
+@pytest.fixture
+def _float64_numbers() -> Iterator[None]:
+    """Torch's NAdam keeps its product of momenta in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_float64_numbers")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(("kind", "options"), OTHERS, ids=str)
+def test_others_equal_torch(kind: type[Any], options: dict[str, Any], dtype: type[Any]) -> None:
+    renamed = {name.removesuffix("_weight_decay"): value for name, value in options.items()}
+    rule = kind(lr=0.01, **(renamed if "decoupled" in renamed else options))
+    rule.prepare(np.dtype(dtype))
+    reference = getattr(torch.optim, kind.__name__)
+    assert_same_way(rule, lambda given: reference(given, lr=0.01, foreach=False, **options), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
