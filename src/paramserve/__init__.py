@@ -83,6 +83,14 @@ if TYPE_CHECKING:
     from paramserve.launch.working import work as work
     from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
+    from paramserve.reporters import CSV as CSV
+    from paramserve.reporters import MLflow as MLflow
+    from paramserve.reporters import Prometheus as Prometheus
+    from paramserve.reporters import Report as Report
+    from paramserve.reporters import Reporter as Reporter
+    from paramserve.reporters import RunInfo as RunInfo
+    from paramserve.reporters import TensorBoard as TensorBoard
+    from paramserve.reporters import WandB as WandB
     from paramserve.rules.adadelta import Adadelta as Adadelta
     from paramserve.rules.adagrad import Adagrad as Adagrad
     from paramserve.rules.adagrad import RowAdagrad as RowAdagrad
@@ -108,6 +116,7 @@ _NAMES = {
     "observe.checkpoints": "Rollback",
     "launch.reading": "Snapshot",
     "observe.history": "StepRecord",
+    "reporters": "CSV TensorBoard Prometheus WandB MLflow Reporter Report RunInfo",
     "worker": "Worker",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,6 +22,9 @@ from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.config import TLS, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
+
+if TYPE_CHECKING:
+    from paramserve.reporters import Prometheus
 
 F = TypeVar("F", bound=Callable[..., Any])
 TOKEN_BYTES = 32
@@ -101,12 +104,27 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     metavar="SECONDS",
     help="Between two checkpoints; 60 if it is left out.",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve the cluster's metrics for Prometheus there; the first server only. 0: any.",
+)
+@click.option(
+    "--metrics-host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="HOST",
+    help="Where --metrics-port listens; 0.0.0.0 lets other hosts in.",
+)
 @with_tls
 def serve(
     rules: tuple[str, ...],
     consistency: str,
     checkpoint: str | None,
     every_s: float | None,
+    metrics_port: int | None,
+    metrics_host: str,
     **options: Any,
 ) -> None:
     """Run a server, the first one or one that joins it, until it is stopped.
@@ -116,10 +134,14 @@ def serve(
     """
     from paramserve.launch.checkpoints import Checkpoint
     from paramserve.launch.serve import serve as run
+    from paramserve.reporters import Prometheus
 
     if every_s is not None and checkpoint is None:
         raise click.UsageError("--checkpoint-every needs --checkpoint")
 
+    reporters = []
+    if metrics_port is not None:
+        reporters = [Prometheus(metrics_port, host=metrics_host)]
     tls = tls_of(options)
     own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
@@ -131,10 +153,17 @@ def serve(
         consistency=policy_of(consistency, given),
         tls=tls,
         checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,
-        ready=lambda address: click.echo(f"paramserve: serving at {address}"),
+        report_to=reporters,
+        ready=lambda address: _say_serving(address, reporters),
         **options,
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit status tells that it ended in order
+
+
+def _say_serving(address: str, reporters: Sequence[Prometheus]) -> None:
+    click.echo(f"paramserve: serving at {address}")
+    for each in reporters:
+        click.echo(f"paramserve: metrics at http://{each.address}/metrics")
 
 
 @click.command()

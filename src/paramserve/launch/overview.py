@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -75,6 +76,7 @@ class Overview:
         status: the last answer, or None before the first.
         latest: the last value of each name that workers logged.
         records: everything that workers logged, in the order in which the coordinator had it.
+        followers: are called with records as they come in, in this line's thread.
         dropped_records: how many were lost because they came too fast: in workers, at the
             coordinator or here.
         error: why the line is broken; None: it is not.
@@ -93,6 +95,7 @@ class Overview:
         self.status: Status | None = None
         self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
         self.latest: dict[str, float] = {}
+        self.followers: list[Callable[[Sequence[Record]], None]] = []
         self.dropped_records = 0
         self.error: Exception | None = None
         self.addresses = addresses
@@ -347,6 +350,8 @@ class Overview:
         self._missed += max(first - self._next_record, 0)
         self._missed += max(len(self.records) + len(answer.records) - RECORDS_MAX, 0)
         self.records.extend(answer.records)
+        for follower in self.followers:
+            follower(answer.records)
         for record in answer.records:
             self.latest.update(record.values)
         self._next_record, self._end_record = answer.next_record, answer.end_record

@@ -46,6 +46,7 @@ from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
 from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 from paramserve.observe.status import GroupStatus, RunStatus, by_group, trained_only
+from paramserve.reporters import Feed
 
 logger = logging.getLogger("paramserve")
 
@@ -88,6 +89,7 @@ class Job:
         save_tables: folder for the tables at the end; empty: they are not written.
         load_tables: names of those that begin with rows of a file.
         recovery: the checkpoints that it writes and may go on from; None: none.
+        feed: its reporters, which are ready.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class Job:
         save_tables: str = "",
         load_tables: Collection[str] = (),
         recovery: Recovery | None = None,
+        feed: Feed | None = None,
     ) -> None:
+        self._feed = feed if feed is not None else Feed((), say)
         self._seed = seed
         self._save_tables = save_tables
         self._load_tables = load_tables
@@ -113,6 +117,7 @@ class Job:
         self._supervisor = Supervisor(
             plan, engine, self._collect, self._forget, self._prepare, recovery
         )
+        self._supervisor.overview.followers.append(self._feed.extend)
 
     def __repr__(self) -> str:
         return f"Job({self._supervisor.state}, {self._supervisor.seconds:.1f} s)"
@@ -127,7 +132,12 @@ class Job:
     def launch(self) -> None:
         """Start its processes, once; `start` and `run` have done so. Raises as
         `Supervisor.start`."""
-        self._supervisor.start()
+        try:
+            self._supervisor.start()
+        except BaseException:
+            self._feed.close()
+            raise
+        self._feed.start(self)
 
     def wait(self) -> Result:
         """Wait for the end of the run.
@@ -147,6 +157,7 @@ class Job:
         """
         with self._telling_interrupt():
             self._supervisor.ended.wait()
+        self._feed.close()
         first = self._outcome is None
         result = self._completed()
         if first:
@@ -178,6 +189,8 @@ class Job:
         except BaseException:
             self._supervisor.abandon()
             raise
+        finally:
+            self._feed.close()
 
     def scale(self, workers: int) -> None:
         """Have this many workers from now on, while those that stay go on with the training.

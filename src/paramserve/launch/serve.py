@@ -52,7 +52,9 @@ from paramserve.errors import (
     shown,
 )
 from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_of
+from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
+from paramserve.launch.lines import say
 from paramserve.launch.packing import checked
 from paramserve.messages import (
     AskCheckpoint,
@@ -64,6 +66,7 @@ from paramserve.messages import (
     Member,
     Members,
 )
+from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.server import ServerRole, new_shard, process_role, register
 from paramserve.transport.auth import credentials_of
 from paramserve.transport.connection import Connection, Handler
@@ -117,6 +120,8 @@ class Settings:
     until_done: bool
     recovery: Recovery | None
     """Of the first server: its checkpoints."""
+    feed: Feed
+    """Of the first server: its reporters."""
     limits: Limits
     deadlines: Deadlines
 
@@ -267,6 +272,7 @@ class _Running:
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
         if self.coordinator is not None:
+            self._report()
             tell = asyncio.get_running_loop().call_later(SAY_S, self._tell_missing_servers)
             self.stack.callback(tell.cancel)
 
@@ -285,6 +291,19 @@ class _Running:
         role = CoordinatorRole(Coordination(config, record), loop, work=work)
         self.stack.callback(role.close)
         return role
+
+    def _report(self) -> None:
+        """Have the reporters told of the cluster."""
+        settings = self.settings
+        cluster = ClusterStatus(
+            self.addresses[-1],
+            settings.credentials,
+            settings.limits,
+            settings.deadlines,
+            settings.feed,
+        )
+        self.stack.callback(cluster.close)
+        settings.feed.start(cluster, ends=False)
 
     async def write_last_checkpoint(self) -> None:
         """Save what the cluster has, which is about to end."""
@@ -549,6 +568,7 @@ def serve(
     restart_s: float | None = None,
     until_done: bool = False,
     checkpoint: Checkpoint | Path | None = None,
+    report_to: Sequence[Any] = (),
     ready: Callable[[str], None] | None = None,
     limits: Limits | None = None,
     deadlines: Deadlines | None = None,
@@ -582,6 +602,7 @@ def serve(
             cluster begins with the newest checkpoint there, writes more, and a last one when its
             first server is told to end. Workers that are started again go on where they were. Only
             the first is told.
+        report_to: reporters, as of `ps.run`. Only the first is told.
         ready: is called with the `host:port` of this server when it serves.
     Raises:
         ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
@@ -608,6 +629,11 @@ def serve(
             "checkpoint= is told to the first server, which tells the others: leave it out where "
             "join= is given"
         )
+    feed = Feed(report_to, say)
+    if report_to and join is not None:
+        raise ValueError(
+            "report_to= is told to the first server: leave it out where join= is given"
+        )
     recovery = recovery_of("serve", checkpoint, checkpoint is not None, None)
     settings = Settings(
         bind=bind,
@@ -621,10 +647,13 @@ def serve(
         restarts=restart_s is not None,
         until_done=until_done,
         recovery=recovery,
+        feed=feed,
         limits=bounds,
         deadlines=waits,
     )
     warn_if_open(bind, tls)
+    seed = recovery.seed(None) if recovery is not None else None
+    feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions()))
     asyncio.run(_serve(settings, ready))
 
 
@@ -689,4 +718,5 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         running.ends(error)
         raise
     finally:
+        await asyncio.to_thread(settings.feed.close)  # its last report asks this loop
         running.stack.close()

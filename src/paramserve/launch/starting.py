@@ -49,6 +49,7 @@ from paramserve.launch.running import Job
 from paramserve.launch.signals import interrupt_by_sigterm
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.observe.progress import wanted, watch
+from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.worker import WorkerConfig
 
 KEPT = (
@@ -95,6 +96,7 @@ class _Arguments:
     resume: bool | Path
     on_server_death: OnServerDeath | None
     show_rank: bool
+    report_to: Sequence[Any]
 
 
 def _by_name(begin: Callable[P, R]) -> Callable[P, R]:
@@ -158,6 +160,7 @@ def start(
     resume: bool | Path = False,
     on_server_death: OnServerDeath | None = None,
     show_rank: bool = True,
+    report_to: Sequence[Any] = (),
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
@@ -199,6 +202,7 @@ def run(
     resume: bool | Path = False,
     on_server_death: OnServerDeath | None = None,
     show_rank: bool = True,
+    report_to: Sequence[Any] = (),
     progress: bool | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
@@ -257,6 +261,9 @@ def run(
             with the error; None: "resume" where there is `checkpoint=`.
         show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
             lines are whole in any case. On Ray, Ray puts its own mark there.
+        report_to: reporters, which get what workers log and the run's metrics, once a second:
+            `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
+            `ps.MLflow(...)`, `ps.CSV(path)`, or your own, see `ps.Reporter`.
         progress: whether a line on standard error says how far the run is, rewritten each second;
             None: on a terminal and in a notebook. True elsewhere: a new line each second.
     Raises:
@@ -377,7 +384,10 @@ def _job(given: _Arguments) -> Job:
         environment={"PYTHONHASHSEED": _hash_seed(seed)},
         checkpoints=recovery.plan(seed) if recovery is not None else CheckpointPlan(),
     )
-    return Job(plan, engine, seed, save_tables, tuple(tables), recovery)
+    policy = repr(given.consistency) if given.consistency is not None else "Sync(reduce='mean')"
+    feed = Feed(given.report_to, say)
+    feed.open(RunInfo(name, workers, given.servers, policy, seed, versions()))
+    return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed)
 
 
 def _hash_seed(seed: int) -> str:

@@ -1,0 +1,152 @@
+"""A run's numbers as metrics: names, units and labels by the conventions of OpenMetrics.
+
+They are put together from what servers and workers report anyway, once a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from paramserve.observe.status import GroupStatus, RunStatus
+
+Kind = Literal["counter", "gauge"]
+Labels = tuple[tuple[str, str], ...]
+
+
+class Family(NamedTuple):
+    """What one metric is. A counter's name is without "_total", which formats append."""
+
+    name: str
+    kind: Kind
+    help: str
+
+
+class Sample(NamedTuple):
+    """A metric's number for some labels."""
+
+    family: Family
+    labels: Labels
+    value: float
+
+
+def _counter(name: str, help: str) -> Family:
+    return Family(f"paramserve_{name}", "counter", help)
+
+
+def _gauge(name: str, help: str) -> Family:
+    return Family(f"paramserve_{name}", "gauge", help)
+
+
+SECONDS = _gauge("run_seconds", "Seconds since the start of the run.")
+WORKERS = _gauge("workers", "Workers by state.")
+STEPS = _counter("steps", "Steps of all workers together.")
+UPDATES = _counter("updates", "Updates that the servers have applied.")
+SKIPPED = _counter("skipped", "Clocks or gradients left out because they held NaN or Inf.")
+CLOCK = _gauge("clock", "Steps that every live worker has finished.")
+BUFFERED = _gauge("buffered", "Gradients that wait until their buffer is full.")
+KEPT = _gauge("kept_bytes", "Copies of what workers have read, on all servers together.")
+PUSHES = _counter("pushes", "Gradients of a worker that were applied or buffered.")
+STALENESS = _counter(
+    "staleness_versions", "Sum of the staleness of a worker's pushes: its rate by that of pushes."
+)
+STALEST = _gauge("staleness_max_versions", "The largest staleness of a worker's pushes.")
+DROPPED = _counter("dropped", "Gradients of a worker that came too late or were too stale.")
+SENT = _counter("sent_bytes", "Gradients that a codec has encoded, as they were sent.")
+PLAIN = _counter("plain_bytes", "The same gradients, as they were.")
+RESIDUAL = _gauge("residual_norm", "L2 norm of what a codec has left out of a worker's gradients.")
+ROWS = _gauge("table_rows", "Rows of a keyed table.")
+TABLE_BYTES = _gauge("table_memory_bytes", "Memory of rows, rule state and index.")
+CREATED = _counter("table_created", "Rows that a table was given.")
+EVICTED = _counter("table_evicted", "Rows that went again.")
+UNADMITTED = _counter("table_unadmitted", "Gradients dropped because their key had no row yet.")
+CHECKPOINT_AGE = _gauge("checkpoint_age_seconds", "Seconds since the last checkpoint was complete.")
+CHECKPOINT_BYTES = _gauge("checkpoint_bytes", "Bytes that were written for the last checkpoint.")
+CHECKPOINT_PAUSE = _gauge(
+    "checkpoint_pause_seconds", "The longest that a server executed nothing for the last one."
+)
+CHECKPOINTS = _counter("checkpoints", "Checkpoints that the run has written.")
+FAILED_CHECKPOINTS = _counter("checkpoints_failed", "Checkpoints that could not be written.")
+ROLLBACKS = _counter("rollbacks", "Times that the run went back to a checkpoint.")
+LOGGED = _gauge("logged", "The last value that a worker logged under a name.")
+FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
+"""All of them, in the order in which they are told."""
+STATES = ("starting", "running", "returned", "dead", "stopped", "retiring", "retired")
+"""Of workers."""
+
+
+def samples(status: RunStatus) -> Iterator[Sample]:
+    """Every metric of a run as it stands."""
+    yield Sample(SECONDS, (), status.seconds)
+    states = list(status.workers.values())
+    for state in STATES:
+        yield Sample(WORKERS, (("state", state),), float(states.count(state)))
+    for name, group in status.groups.items():
+        of_group = (("group", name),)
+        yield from _of_group(of_group, group, trained=name in status.trained)
+    yield Sample(ROLLBACKS, (), float(len(status.rollbacks)))
+    if (saved := status.checkpoints) is not None:
+        yield Sample(CHECKPOINTS, (), float(saved.written))
+        yield Sample(FAILED_CHECKPOINTS, (), float(saved.failed))
+        if saved.path:
+            yield Sample(CHECKPOINT_AGE, (), saved.age_s)
+            yield Sample(CHECKPOINT_BYTES, (), float(saved.bytes))
+            yield Sample(CHECKPOINT_PAUSE, (), saved.pause_s)
+    for name, value in status.metrics.items():
+        yield Sample(LOGGED, (("name", name),), value)
+
+
+def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterator[Sample]:
+    if (table := group.table) is not None:
+        yield Sample(ROWS, of_group, float(table.rows))
+        yield Sample(TABLE_BYTES, of_group, float(table.memory_bytes))
+        yield Sample(CREATED, of_group, float(table.created))
+        yield Sample(EVICTED, of_group, float(table.evicted))
+        yield Sample(UNADMITTED, of_group, float(table.unadmitted))
+    if not trained:
+        return
+    for family, count in (
+        (STEPS, group.steps),
+        (UPDATES, group.version),
+        (SKIPPED, group.skipped),
+        (CLOCK, group.clock),
+        (BUFFERED, group.buffered),
+        (KEPT, group.kept_bytes),
+    ):
+        yield Sample(family, of_group, float(count))
+    for rank, stale in group.staleness_by_rank.items():
+        of_rank = (*of_group, ("rank", str(rank)))
+        yield Sample(PUSHES, of_rank, float(stale.pushes))
+        yield Sample(STALENESS, of_rank, float(round(stale.pushes * stale.mean)))
+        yield Sample(STALEST, of_rank, float(stale.max))
+    for rank, dropped in group.dropped_by_rank.items():
+        yield Sample(DROPPED, (*of_group, ("rank", str(rank))), float(dropped))
+    for rank, sent in group.sent_by_rank.items():
+        of_rank = (*of_group, ("rank", str(rank)))
+        yield Sample(SENT, of_rank, float(sent.sent_bytes))
+        yield Sample(PLAIN, of_rank, float(sent.plain_bytes))
+        yield Sample(RESIDUAL, of_rank, sent.residual_norm)
+
+
+class Monotonic:
+    """Counters that never fall: servers that are started again count from 0, or from what their
+    checkpoint has, and what they count then is added to what there was."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, Labels], float] = {}
+        self._before: dict[tuple[str, Labels], float] = {}
+
+    def taken(self, status: RunStatus) -> list[Sample]:
+        """The samples of a status, which is newer than those before."""
+        return [self._raised(each) for each in samples(status)]
+
+    def _raised(self, sample: Sample) -> Sample:
+        if sample.family.kind != "counter":
+            return sample
+        key = sample.family.name, sample.labels
+        last = self._last.get(key, 0.0)
+        if sample.value < last:
+            self._before[key] = self._before.get(key, 0.0) + last
+        self._last[key] = sample.value
+        before: Mapping[tuple[str, Labels], float] = self._before
+        return sample._replace(value=sample.value + before[key]) if key in before else sample

@@ -1,0 +1,101 @@
+"""What a reporter is: it takes what a run reports, once a second, to where people look."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from paramserve.messages import Record
+from paramserve.observe.metrics import Sample
+from paramserve.observe.status import RunStatus
+
+PACKAGES = ("paramserve", "numpy", "torch", "ray")
+"""Whose versions are told, where they are installed."""
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of `PACKAGES`."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run was started with.
+
+    Attributes:
+        name: of the training function.
+        policy: in the words in which a policy prints.
+        seed: of the run.
+        versions: of Python and of the packages that it is made of, by name.
+    """
+
+    name: str
+    workers: int
+    servers: int
+    policy: str
+    seed: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, str | int]:
+        """As one level of names."""
+        told = asdict(self)
+        versions = told.pop("versions")
+        return told | {f"version_{name}": each for name, each in versions.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One look at a run.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        status: how the run stands, as `Job.status` tells it.
+        samples: the same as metrics; counters never fall, also where servers were started again.
+        records: what workers have logged by `worker.log` since the reporter's last report.
+        last: no other report will come.
+    """
+
+    status: RunStatus
+    samples: Sequence[Sample]
+    records: Sequence[Record]
+    last: bool = False
+    time_s: float = field(default_factory=time.time)
+
+    @property
+    def step(self) -> int:
+        """Of all workers together, of the group that has most: the x-axis of what counts none."""
+        return max((group.steps for group in self.status.trained.values()), default=0)
+
+
+class Reporter(ABC):
+    """Base of what `ps.run(..., report_to=[...])` takes; a class of yours needs `report` alone.
+
+    Each reporter is called in a thread of its own in the process that called `ps.run`. One that
+    raises is told of once and called no more; training goes on.
+
+    Example:
+        class Printed(ps.Reporter):
+            def report(self, report):
+                print(report.step, report.status.metrics)
+
+        ps.run(train, report_to=[Printed()])
+    """
+
+    def open(self, run: RunInfo) -> None:  # noqa: B027 - a hook, rightly empty
+        """Called once, before anything of the run is started: what it raises ends `ps.run`."""
+
+    @abstractmethod
+    def report(self, report: Report) -> None:
+        """Called about once a second, and a last time at the end."""
+
+    def close(self) -> None:  # noqa: B027 - a hook, rightly empty
+        """Called once, behind the last report, also where `report` has raised."""

@@ -1,0 +1,116 @@
+"""A run's metrics for Prometheus to fetch."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from paramserve.errors import ParamServeError
+from paramserve.observe.metrics import Family, Sample
+from paramserve.reporters.base import Report, Reporter, RunInfo
+from paramserve.reporters.feeding import missing
+
+PORT = 9464
+"""The first that is tried: the one of OpenTelemetry's exporter for Prometheus."""
+PORTS_TRIED = 32
+
+
+class Prometheus(Reporter):
+    """Serve a run's metrics over HTTP, at http://<host>:<port>/metrics.
+
+    A scrape reads what was last reported, up to a second ago: it asks no server and no worker.
+    Anybody who reaches the port can read the metrics: they hold names of groups and of what workers
+    log, and no secret.
+
+    Example:
+        ps.run(train, report_to=[ps.Prometheus(port=9464)])
+
+    Args:
+        port: None: the first free one from 9464 on, which a line on standard error tells. 0: any.
+        host: what to listen on; "0.0.0.0" lets other hosts in.
+    Attributes:
+        address: "<host>:<port>" that it listens on; empty before the run.
+    Raises:
+        ParamServeError: of `ps.run`, before anything is started: the port is in use, or
+            prometheus_client is missing.
+    """
+
+    def __init__(self, port: int | None = None, *, host: str = "127.0.0.1") -> None:
+        if port is not None and not 0 <= port <= 65535:
+            raise ValueError(f"port must be from 0 to 65535, not {port}")
+        self.port = port
+        self.host = host
+        self.address = ""
+        self._samples: Sequence[Sample] = ()
+        self._server: Any = None
+        self._thread: Any = None
+        self._core: Any = None
+
+    def open(self, run: RunInfo) -> None:
+        try:
+            client = import_module("prometheus_client")
+            self._core = import_module("prometheus_client.core")
+        except ImportError as error:
+            raise missing("prometheus_client", "Prometheus", error) from None
+        registry = client.CollectorRegistry()
+        registry.register(self)
+        ports = [self.port] if self.port is not None else range(PORT, PORT + PORTS_TRIED)
+        for port in ports:
+            try:
+                found = client.start_http_server(port, addr=self.host, registry=registry)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise _cannot_listen(self.host, port, error.strerror) from error
+                continue
+            self._server, self._thread = found
+            host, bound = self._server.server_address[:2]
+            self.address = f"{host}:{bound}"
+            return
+        tried = str(self.port) if self.port is not None else f"{ports[0]} to {ports[-1]}"
+        raise _cannot_listen(self.host, tried, f"in use{_owner(self.port)}")
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client asks for at each scrape."""
+        families: dict[Family, Any] = {}
+        kinds = {
+            "counter": self._core.CounterMetricFamily,
+            "gauge": self._core.GaugeMetricFamily,
+        }
+        for family, labels, value in self._samples:
+            if family not in families:
+                names = [name for name, _ in labels]
+                families[family] = kinds[family.kind](family.name, family.help, labels=names)
+            families[family].add_metric([each for _, each in labels], value)
+        yield from families.values()
+
+    def report(self, report: Report) -> None:
+        self._samples = report.samples
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+def _cannot_listen(host: str, port: object, why: str | None) -> ParamServeError:
+    return ParamServeError(
+        f"ps.Prometheus cannot listen on {host}, port {port}: {why}",
+        fix="name another port, or none for the first free one",
+    )
+
+
+def _owner(port: int | None) -> str:
+    """Which process listens there, where that can be known."""
+    try:
+        told = subprocess.run(
+            ["ss", "-Hltnp", f"sport = :{port}"], capture_output=True, text=True, timeout=2.0
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r'"([^"]*)",pid=(\d+)', told)
+    return f" by process {found[2]} ({found[1]})" if found else ""

@@ -1,0 +1,183 @@
+"""Each reporter's output, read back by the program that it is for."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.reporters.test_feeding import INFO, record, status
+
+from paramserve.errors import ParamServeError
+from paramserve.messages import Record
+from paramserve.observe.metrics import Monotonic
+from paramserve.observe.status import GroupStatus, RunStatus, Staleness
+from paramserve.reporters import CSV, MLflow, Prometheus, Report, TensorBoard, WandB
+from paramserve.reporters import prometheus as module
+
+
+def reported(reporter: Any, *, steps: int = 10) -> None:
+    """All that a reporter is called with in a short run."""
+    reporter.open(INFO)
+    counters = Monotonic()
+    for number in (1, 2):
+        now = status(number * steps, "finished" if number == 2 else "running")
+        came = [record(number), Record(7.0, 1, number, {"loss": 2.0, "bad": math.nan})]
+        reporter.report(Report(now, counters.taken(now), came, number == 2))
+    reporter.close()
+
+
+def test_csv_has_a_row_for_each_number(tmp_path: Path) -> None:
+    reported(CSV(tmp_path / "new" / "loss.csv"))
+    with open(tmp_path / "new" / "loss.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert rows[0] == {"time_s": "0.0", "rank": "0", "clock": "1", "name": "loss", "value": "1.0"}
+    assert [row["value"] for row in rows if row["name"] == "bad"] == ["nan", "nan"]
+
+
+def test_csv_that_cannot_be_written_raises_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        CSV(tmp_path / "file" / "loss.csv").open(INFO)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_its_files_back(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reported(TensorBoard(tmp_path))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def events(below: str, tag: str) -> list[tuple[int, float]]:
+        found = EventAccumulator(str(tmp_path / below))
+        found.Reload()
+        return [(each.step, each.value) for each in found.Scalars(tag)]
+
+    assert events("rank0", "loss") == [(1, 1.0), (2, 2.0)]
+    assert events("rank1", "loss") == [(1, 2.0), (2, 2.0)]
+    assert events("", "paramserve_steps/model") == [(10, 10.0), (20, 20.0)]
+
+
+# --- Prometheus ----------------------------------------------------------------------------------
+
+
+def scraped(reporter: Prometheus) -> str:
+    with urllib.request.urlopen(f"http://{reporter.address}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_prometheus_parses_what_is_served() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    reporter = Prometheus(port=0)
+    reporter.open(INFO)
+    now = status(10)
+    reporter.report(Report(now, Monotonic().taken(now), [], False))
+    families = {each.name: each for each in text_string_to_metric_families(scraped(reporter))}
+    reporter.close()
+    assert families["paramserve_steps"].type == "counter"
+    steps, _ = families["paramserve_steps"].samples
+    assert steps.name == "paramserve_steps_total"
+    assert (steps.labels, steps.value) == ({"group": "model"}, 10.0)
+    assert families["paramserve_workers"].type == "gauge"
+    assert {each.labels["state"] for each in families["paramserve_workers"].samples} >= {"dead"}
+    assert all(each.documentation for each in families.values())
+    with pytest.raises(OSError):
+        scraped(reporter)  # it has ended
+
+
+def test_a_port_in_use_names_its_owner_and_the_next_free_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ParamServeError, match=rf"port {port}: in use") as found:
+            Prometheus(port).open(INFO)
+        if "process" in str(found.value):  # where it can be known
+            assert f"by process {os.getpid()} (" in str(found.value)
+        monkeypatch.setattr(module, "PORT", port)
+        reporter = Prometheus()
+        reporter.open(INFO)
+        assert int(reporter.address.rpartition(":")[2]) > port
+        reporter.close()
+
+
+def test_metrics_are_for_this_host_alone_unless_told() -> None:
+    reporter = Prometheus(port=0)
+    reporter.open(INFO)
+    assert reporter.address.startswith("127.0.0.1:")
+    reporter.close()
+
+
+def test_a_scrape_of_64_workers_takes_less_than_the_promise() -> None:
+    ranks = {rank: Staleness(100, 1.5, 4) for rank in range(64)}
+    group = GroupStatus(9, 3, 9, 0, Staleness(6400, 1.5, 4), staleness_by_rank=ranks)
+    now = RunStatus("running", 1.0, dict.fromkeys(range(64), "running"), {"model": group}, {})
+    reporter = Prometheus(port=0)
+    reporter.open(INFO)
+    reporter.report(Report(now, Monotonic().taken(now), [], False))
+    scraped(reporter)
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        scraped(reporter)
+        took.append(time.perf_counter() - began)
+    reporter.close()
+    assert min(took) < 0.02  # the promise is 5 ms: other programs may run here
+
+
+# --- trackers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_parameters_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = str(tmp_path / "store")
+    reported(MLflow("digits", tracking_uri=uri))
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.data.params["workers"] == "2"
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "rank0/loss")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0)]
+    assert run.data.metrics["paramserve_steps/model"] == 20.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_offline_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    reported(WandB(project="digits"))
+    import wandb
+
+    wandb.teardown()  # its own process, which ends with this one else
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    data = file.read_bytes()
+    for told in (b"rank0/loss", b"rank1/clock", b"steps/model"):
+        assert told in data
+
+
+@pytest.mark.parametrize(
+    ("reporter", "package"),
+    [
+        (TensorBoard("runs/x"), "torch.utils.tensorboard"),
+        (Prometheus(), "prometheus_client"),
+        (WandB(), "wandb"),
+        (MLflow("x"), "mlflow.tracking"),
+    ],
+    ids=["TensorBoard", "Prometheus", "WandB", "MLflow"],
+)
+def test_a_missing_package_is_told_with_what_to_install(
+    reporter: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ParamServeError, match="pip install"):
+        reporter.open(INFO)
