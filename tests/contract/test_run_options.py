@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,3 +189,42 @@ def test_pushes_that_wait_for_a_tick_at_the_end_warn_with_their_names(
     (told,) = [str(each.message) for each in caught if "wait for a tick" in str(each.message)]
     assert "rank 0 ends with pushes that wait for a tick: 2 to group 'default' ('w')" in told
     assert cluster.client().pull("w").tolist() == [1.0] * 3
+
+
+# --- reporters ---------------------------------------------------------------------------------
+
+
+def logs_twice(worker: ps.Worker) -> None:
+    worker.client.define("w", np.zeros(3), rule=ps.Add())
+    for step in range(2):
+        worker.client.push("w", np.ones(3))
+        worker.client.tick().result()
+        worker.log(loss=step)
+
+
+def test_reporters_have_all_that_was_logged_and_one_that_raises_ends_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Raises(ps.Reporter):
+        def report(self, report: ps.Report) -> None:
+            raise ValueError("no room")
+
+    reporters = [Raises(), ps.CSV(tmp_path / "log.csv")]
+    result = ps.run(logs_twice, workers=2, report_to=reporters)
+    assert result.state_dict("default")["w"].tolist() == [2.0] * 3
+    rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
+    assert sorted(row.split(",", 1)[1] for row in rows) == [
+        "0,1,loss,0.0",
+        "0,2,loss,1.0",
+        "1,1,loss,0.0",
+        "1,2,loss,1.0",
+    ]
+    assert capfd.readouterr().err.count("the reporter Raises raised ValueError: no room") == 1
+
+
+def test_reporter_that_cannot_begin_raises_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        ps.run(logs_twice, report_to=[ps.CSV(tmp_path / "file" / "log.csv")])
+    with pytest.raises(TypeError, match="takes a list of reporters"):
+        ps.run(logs_twice, report_to=ps.CSV(tmp_path / "log.csv"))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,6 +146,45 @@ def test_command_serve_ends_in_order_when_told(
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     assert [line.rpartition("paramserve: ")[2] for line in errors.splitlines()] == [SERVERS_THERE]
+
+
+def test_command_serves_metrics_of_the_cluster(tmp_path: Path, servers: Servers) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    def steps(url: str) -> float:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        samples = [s for each in families for s in each.samples]
+        (found,) = (s.value for s in samples if s.name == "paramserve_updates_total")
+        return float(found)
+
+    command = [*COMMAND, "serve", "--bind", "127.0.0.1:0", "--token-file", servers.token]
+    with subprocess.Popen(
+        [*command, "--workers", "1", "--metrics-port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            url = process.stdout.readline().rpartition(" ")[2].strip()
+            assert url.startswith("http://127.0.0.1:")
+            with ps.connect(address, rank=0, token_file=servers.token) as worker:
+                worker.client.define("w", np.zeros(3), rule=ps.Add())
+                for _ in range(3):
+                    worker.client.push("w", np.ones(3)).result()
+                until = time.monotonic() + SOON_S
+                while (found := eventually(lambda: steps(url), ValueError)) < 3.0:
+                    assert time.monotonic() < until, found
+                    time.sleep(0.1)
+            process.terminate()
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    with pytest.raises(OSError):
+        steps(url)
 
 
 LATE = """
