@@ -26,6 +26,7 @@ HEADINGS = {
     "launch": "Runs, clusters, servers",
     "worker": "In the training function",
     "observe": "What runs have recorded",
+    "reporters": "Where runs are reported to",
     "client": "Clients and tables",
     "core": "Options of tables",
     "pytorch": "Tables as PyTorch modules",
@@ -67,7 +68,7 @@ OF_OTHER_PARTS = {
     "Table": {"checked"},
 }
 """Members that are for other parts of the package only."""
-TO_DERIVE_FROM = {"Policy", "CustomRule"}
+TO_DERIVE_FROM = {"Policy", "CustomRule", "Reporter"}
 """Classes of other parts that are, because users write the methods."""
 INTRODUCTION = """\
 # API reference

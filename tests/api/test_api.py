@@ -32,7 +32,7 @@ CLIENT = {
     *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
     *("drain", "close", "closed", "timeout_s", "rank"),
 }
-CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse)
+CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse, paramserve.Reporter)
 """A method may be documented where its contract is."""
 
 
