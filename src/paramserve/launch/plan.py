@@ -165,10 +165,3 @@ def _travels(path: str) -> bool:
 
 
 _DIRECTORY_BYTES_MAX = SOCKET_PATH_BYTES_MAX - SOCKET_NAME_BYTES_MAX
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -42,12 +42,13 @@ from paramserve.launch.arguments import (
 from paramserve.launch.checkpoints import Checkpoint, OnServerDeath, Path, recovery_of
 from paramserve.launch.lines import say
 from paramserve.launch.packing import for_servers, imports, pack
-from paramserve.launch.plan import Plan, cores
+from paramserve.launch.plan import Plan
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
 from paramserve.launch.signals import interrupt_by_sigterm
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
+from paramserve.machine import cores
 from paramserve.observe.progress import wanted, watch
 from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.worker import WorkerConfig

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from paramserve.consistency.base import Policy
 from paramserve.launch import run
-from paramserve.launch.plan import cores
+from paramserve.machine import cores
 from paramserve.planning.model import Model
 from paramserve.planning.setting import Compute, Costs, Network, Setting
 from paramserve.planning.show import in_bytes, in_seconds
