@@ -1,0 +1,105 @@
+"""`paramserve doctor` says what is slower, missing or wrong, and what to do."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paramserve.cli import cli
+from paramserve.cli.doctor import Finding
+
+doctor: Any = importlib.import_module("paramserve.cli.doctor")
+"""The module: the package's name `doctor` is the command."""
+
+
+def asked(*arguments: str) -> tuple[Result, dict[str, dict[str, str]]]:
+    done = CliRunner().invoke(cli, ["doctor", "--json", *arguments])
+    return done, {each["what"]: each for each in json.loads(done.stdout)}
+
+
+def test_this_machine_is_looked_at_whole() -> None:
+    done, found = asked()
+    assert done.exit_code == 0, done.output
+    looked_at = {"python", "cores", "memory", "open files", "/dev/shm", "shared arenas"}
+    looked_at |= {"wake-up of a thread", "clock source", "loopback", "kernel cache", "torch", "ray"}
+    assert looked_at <= found.keys()
+    assert all(each["advice"] for each in found.values() if each["verdict"] != "ok")
+    shown = CliRunner().invoke(cli, ["doctor"]).output
+    assert all(what in shown for what in looked_at)
+
+
+CASES: list[tuple[Callable[[], Finding], str, Any, str, str]] = [
+    (doctor._cores, "cores", lambda: 1, "slower", "take turns on one core"),
+    (doctor._memory, "memory_bytes", lambda: 1 << 20, "slower", "use fewer workers"),
+    (doctor._memory, "memory_bytes", lambda: None, "ok", ""),
+    (doctor._clock, "CLOCK_SOURCE", Path("/none"), "ok", ""),
+    (doctor._wakeups, "WAKE_S_SLOW", 0.0, "slower", "halt idle cores"),
+    (doctor._shared_memory, "SHARED_MIN", 1 << 62, "slower", "--shm-size"),
+]
+
+
+@pytest.mark.parametrize(("look", "name", "value", "verdict", "advice"), CASES)
+def test_what_is_short_is_told_with_what_to_do(
+    look: Callable[[], Finding],
+    name: str,
+    value: Any,
+    verdict: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, name, value)
+    found = look()
+    assert found.verdict == verdict
+    assert advice in found.advice
+    assert bool(found.advice) == (verdict != "ok")
+
+
+def test_clock_that_is_read_by_a_system_call_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").write_text("hpet\n")
+    monkeypatch.setattr(doctor, "CLOCK_SOURCE", tmp_path / "source")
+    assert doctor._clock().verdict == "slower"
+
+
+def test_few_open_files_are_wrong_and_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 4096))
+    done, found = asked()
+    assert done.exit_code == 1
+    assert found["open files"]["advice"] == "ulimit -n 4096"
+
+
+def test_missing_package_is_told_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", {"no-such-package": "nothing"})
+    (found,) = doctor._packages()
+    assert found.verdict == "missing"
+    assert found.advice == "for nothing: pip install no-such-package"
+
+
+def test_token_that_others_may_read_is_wrong(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 64)
+    token.chmod(0o604)
+    done, found = asked("--token-file", str(token))
+    assert done.exit_code == 1
+    assert f"chmod 600 {token}" in found["token file"]["advice"]
+    token.chmod(0o600)
+    done, found = asked("--token-file", str(token))
+    assert (done.exit_code, found["token file"]["verdict"]) == (0, "ok")
+
+
+def test_cluster_that_is_not_there_is_wrong() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    done, found = asked("--address", f"127.0.0.1:{port}")
+    assert done.exit_code == 1
+    assert found["reachable"]["verdict"] == "wrong"
+    assert "paramserve serve" in found["reachable"]["advice"]
