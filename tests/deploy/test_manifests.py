@@ -245,20 +245,22 @@ def test_kubernetes_service_names_the_servers_and_their_port() -> None:
     first = f"{servers['metadata']['name']}-0.{service['metadata']['name']}:{named['port']}"
     assert environment(worker)["PARAMSERVE_ADDRESS"] == first
     assert f"--join {first}" in server["args"][0]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for probe in ("startupProbe", "readinessProbe"):
         assert server[probe]["tcpSocket"]["port"] == port["name"]
 
 
-def handed_over(folder: Path, pod_name: str) -> list[str]:
-    """Run the servers' shell script with a `paramserve` that writes down what it is given."""
+def handed_over(folder: Path, pod_name: str, *, probe: bool = False) -> list[str]:
+    """Run the servers' shell script, or their liveness probe's, with a `paramserve` that writes
+    down what it is given."""
     stand_in = folder / "paramserve"
     stand_in.write_text('#!/bin/sh\nfor given in "$@"; do printf "%s\\0" "$given"; done\n')
     stand_in.chmod(0o700)
     ((server,),) = (pod["containers"] for pod in pods(one("kubernetes.yaml", "StatefulSet")))
     filled = environment(server)
     assert filled["POD_NAME"] == "field:metadata.name"
+    started = [*server["command"], *server["args"]]
     output = subprocess.run(
-        [*server["command"], *server["args"]],
+        server["livenessProbe"]["exec"]["command"] if probe else started,
         env={**filled, "POD_NAME": pod_name, "PATH": f"{folder}:{os.defpath}"},
         capture_output=True,
         check=True,
@@ -287,6 +289,12 @@ def test_kubernetes_server_command_parses(tmp_path: Path, pod_name: str) -> None
         assert not parsed["join"]
     else:
         assert parsed["join"] == "paramserve-0.paramserve:5555"
+
+
+def test_kubernetes_liveness_probe_asks_the_pods_own_server(tmp_path: Path) -> None:
+    command, *options = handed_over(tmp_path, "paramserve-1", probe=True)
+    parsed = parsed_server(tmp_path, command, options)
+    assert (parsed["address"], parsed["probe"]) == ("paramserve-1.paramserve:5555", True)
 
 
 def test_kubernetes_server_command_with_a_typo_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -19,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from tests.faults.servers import SOON_S, Servers, new_token
 from tests.network.roles import Doubled
 
 import paramserve as ps
-from paramserve.cli import main
+from paramserve.cli import cli, main
 from paramserve.cli.certificates import make_certificates
+from paramserve.cli.doctor import of_cluster
 from paramserve.client import timeouts
 from paramserve.errors import (
     ConnectTimeout,
@@ -53,7 +56,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(call: Callable[[], Any], error: type[Exception]) -> Any:
+def eventually(
+    call: Callable[[], Any], error: type[Exception] | tuple[type[Exception], ...]
+) -> Any:
     """What a call returns, once it does not raise `error` any more."""
     until = time.monotonic() + SOON_S
     while True:
@@ -170,6 +175,11 @@ def test_command_serves_metrics_of_the_cluster(tmp_path: Path, servers: Servers)
             address = process.stdout.readline().rpartition(" ")[2].strip()
             url = process.stdout.readline().rpartition(" ")[2].strip()
             assert url.startswith("http://127.0.0.1:")
+            found = list(of_cluster(address, str(servers.token), None))
+            assert [each.verdict for each in found] == ["ok", "ok"]
+            assert "1 of 1 servers, 0 of 1 workers" in found[1].found
+            other = list(of_cluster(address, str(new_token(tmp_path / "other")), None))
+            assert [each.verdict for each in other] == ["ok", "wrong"]
             with ps.connect(address, rank=0, token_file=servers.token) as worker:
                 worker.client.define("w", np.zeros(3), rule=ps.Add())
                 for _ in range(3):
@@ -185,6 +195,33 @@ def test_command_serves_metrics_of_the_cluster(tmp_path: Path, servers: Servers)
     assert process.returncode == 0
     with pytest.raises(OSError):
         steps(url)
+
+
+def test_command_tells_a_cluster_as_json_and_probes_each_server(servers: Servers) -> None:
+    def told(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, ["status", *arguments, "--token-file", servers.token])
+
+    first, address = servers.serve(servers=2, workers=1)
+    _, other = servers.serve(join=address)
+    with ps.connect(address, rank=0, token_file=servers.token) as worker:
+        worker.client.define("w", np.zeros(3), rule=ps.Add())
+        worker.client.push("w", np.ones(3)).result()
+
+        def has_heard_of_the_push() -> None:
+            found = json.loads(told(address, "--json").stdout)
+            assert (found["state"], found["workers"]) == ("running", {"0": "running"})
+            assert found["groups"]["default"]["version"] == 1
+
+        eventually(has_heard_of_the_push, (AssertionError, KeyError))
+    for each in (address, other):
+        assert told(each, "--probe").exit_code == 0
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        silent = told(address, "--probe")
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    assert isinstance(silent.exception, ConnectTimeout)
+    assert told(address, "--probe", "--json").exit_code == 2
 
 
 LATE = """

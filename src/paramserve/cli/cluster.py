@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from msgspec.json import encode
 
 from paramserve.cli.checkpoints import Place
 from paramserve.cli.policies import POLICY_HELP, policy_of
-from paramserve.config import TLS, Deadlines, Limits
+from paramserve.config import TLS, Credentials, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
 
@@ -170,8 +171,22 @@ def _say_serving(address: str, reporters: Sequence[Prometheus]) -> None:
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--token-file", type=click.Path(), help="The cluster's token.")
 @click.option("--watch", "every_s", type=click.FloatRange(min=0.1), metavar="SECONDS")
+@click.option("--json", "as_json", is_flag=True, help="As one line of JSON, for programs.")
+@click.option(
+    "--probe",
+    is_flag=True,
+    help="Only ask the server at this address, any one of the cluster, whether it answers, within "
+    f"{STATUS_S:g} s; status 1 where it does not.",
+)
 @with_tls
-def status(address: str, token_file: str | None, every_s: float | None, **options: Any) -> None:
+def status(
+    address: str,
+    token_file: str | None,
+    every_s: float | None,
+    as_json: bool,
+    probe: bool,
+    **options: Any,
+) -> None:
     """Show a running cluster: its last checkpoint, servers, workers, clocks, versions and
     staleness.
 
@@ -181,11 +196,18 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
 
     from paramserve.launch.connect import full_address
     from paramserve.launch.overview import Overview
+    from paramserve.observe.checkpoints import checkpoint_status
     from paramserve.observe.cluster import as_table, as_text
+    from paramserve.observe.status import of_cluster
     from paramserve.transport.auth import credentials_of
 
+    if probe and (every_s is not None or as_json):
+        raise click.UsageError("--probe shows nothing: leave out --watch and --json")
     credentials = credentials_of(token_file, tls_of(options))
     at = (full_address(address),)
+    if probe:
+        _probe(at, credentials)
+        return
     overview = Overview(at, credentials, Limits(), Deadlines(), records=False, served=True)
     if hasattr(sys.stdout, "reconfigure"):  # a locale may lack what rich draws
         sys.stdout.reconfigure(errors="replace")
@@ -193,7 +215,11 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
     try:
         while True:
             told = overview.fresh(STATUS_S)
-            if terminal is not None:
+            if as_json:
+                report = told.checkpoints
+                saved = checkpoint_status(report) if report is not None else None
+                print(encode(of_cluster(told, {}, saved)).decode(), flush=True)
+            elif terminal is not None:
                 terminal.print(as_table(address, told))
             else:
                 print(as_text(address, told), flush=True)
@@ -202,6 +228,16 @@ def status(address: str, token_file: str | None, every_s: float | None, **option
             time.sleep(every_s)
     finally:
         overview.close()
+
+
+def _probe(at: tuple[str, ...], credentials: Credentials) -> None:
+    """Have the server's loop answer once. Raises as `ControlLink.connect`."""
+    from paramserve.messages import Hello
+    from paramserve.transport.control import ControlLink
+
+    ControlLink.connect(
+        at, Hello("probe"), credentials=credentials, limits=Limits(), timeout_s=STATUS_S
+    ).close()
 
 
 @click.command()

@@ -166,6 +166,9 @@ class ServerRole:
     # --- what the transport tells --------------------------------------------------------------
 
     def opened(self, conn: Connection, hello: Hello) -> None:
+        if hello.role == "probe":
+            self._parties[conn] = -1
+            return
         if hello.cluster != self.config.cluster:
             raise ServerGone(
                 f"a {hello.role} of another cluster came to shard {self.config.shard}: the server "
