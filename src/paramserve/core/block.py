@@ -139,6 +139,8 @@ class ShardBlock(ShardStorage):
         self.mark = object()
         self.nbytes = self.size * self.dtype.itemsize
         self.value: Array = np.zeros(self.size, self.dtype)
+        self.revision = 0
+        """Counts the changes of the values; assigned ones count, too."""
         self.state: tuple[Array, ...] = ()
         self.states: tuple[str, ...] = ()
         self.may_fail = rule is not None and not is_built_in(rule)
@@ -158,6 +160,8 @@ class ShardBlock(ShardStorage):
         even_local = self.pull_codec is not None and self.pull_codec.even_local
         self.rounds = even_local or self.half is not None
         """Whether clients on this host get other values than it has."""
+        self._encoded: tuple[int, Bytes] | None = None
+        """The values as the codec of pulls has encoded them last, and their revision."""
         self._copies: Copies | None = None
         self._scratch: Array | None = None
         if whole:
@@ -273,15 +277,18 @@ class ShardBlock(ShardStorage):
 
     def as_read(self) -> Array:
         """The values as a client on another host gets them, encoded if the block has a codec of
-        pulls.
+        pulls, once for all who read them; not to be changed.
 
         Raises:
             CodecFailed: the codec is not one of ours, and failed.
         """
         if self.pull_codec is not None:
-            out = aligned(self.pull_codec.size(self.size))
-            self.pull_codec.encode(self.value, out, 0)
-            return out
+            if self._encoded is None or self._encoded[0] != self.revision:
+                self._encoded = None  # its memory goes before more is taken
+                out = aligned(self.pull_codec.size(self.size))
+                self.pull_codec.encode(self.value, out, 0)
+                self._encoded = self.revision, out
+            return self._encoded[1]
         if self.half is None:
             return self.value
         rounded: Array = np.empty(self.size, self.half.dtype)
@@ -379,6 +386,7 @@ class ShardBlock(ShardStorage):
             if self.half is not None and gradient.dtype != self.half.dtype:
                 fused = None  # a kernel has one dtype for what is sent
             chosen = hyper if hyper is not None else self.hyper
+            self.revision += 1
             try:
                 self.rule.apply(self.value, gradient, self.state, chosen, runs, push, fused)
             except NonFinite as error:
@@ -435,6 +443,7 @@ class ShardBlock(ShardStorage):
         def keep(out: Array | None = None) -> None:
             if self.unsaved:
                 self.save()
+            self.revision += 1
             copies.keep(runs)
             if out is not None:
                 self._leave(out)
@@ -464,6 +473,7 @@ class ShardBlock(ShardStorage):
             self._check_active(active)
         if self.unsaved:
             self.save()
+        self.revision += 1
         if active is None:
             np.copyto(target, source)
         else:

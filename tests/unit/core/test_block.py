@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from tests.unit.core.rig import ADD, block_spec
 
+from paramserve.codecs import BFloat16
+from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock, check_spec
 from paramserve.errors import DtypeMismatch, ParamServeError, RuleFailed, ShapeMismatch
-from paramserve.messages import BlockSpec
+from paramserve.messages import VALUE, BlockSpec
 from paramserve.rules import SGD, Add, PushInfo, Rule, Run
 from paramserve.rules.custom import CustomRule
 
@@ -268,3 +270,28 @@ def test_rule_whose_state_does_not_fit_cannot_start(state: Any) -> None:
 
     with pytest.raises(RuleFailed, match=r"cannot start.*init_state"):
         make((2,), rule=Odd())
+
+
+@dataclass(frozen=True)
+class CountsEncodes(BFloat16):
+    """Counts in a list that all of its objects share."""
+
+    calls: ClassVar[list[int]] = []
+
+    def encode(self, values: Any, out: Any, seed: int) -> int:
+        self.calls.append(values.size)
+        return super().encode(values, out, seed)
+
+
+@pytest.mark.parametrize("rule", [ADD, Shy()], ids=["ours", "custom"])
+def test_values_are_encoded_once_until_they_change(rule: Rule) -> None:
+    load_codecs()
+    block = ShardBlock(block_spec((3,), dtype="float32"), 0, rule, attempt=1)
+    block.pull_codec, CountsEncodes.calls[:] = CountsEncodes(), []
+    one = np.ones(3, np.float32)
+    for number in range(1, 4):
+        assert block.as_read() is block.as_read()
+        assert len(CountsEncodes.calls) == 2 * number - 1
+        block.apply(one, None, None, PUSH)
+        assert block.as_read().view(np.uint16).tolist() == [0x3F80 if number == 1 else 0x4000] * 3
+        block.assign(VALUE, one, None, None)
