@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paramserve.client.string_keys import keys_of as keys_of
     from paramserve.codecs import BFloat16 as BFloat16
     from paramserve.codecs import CustomCodec as CustomCodec
+    from paramserve.codecs import Delta as Delta
     from paramserve.codecs import Feedback as Feedback
     from paramserve.codecs import Float16 as Float16
     from paramserve.codecs import Int4 as Int4
@@ -142,7 +143,7 @@ _NAMES = {
     "rules.delayed_nesterov": "DelayedNesterov",
     "rules.ftrl": "FTRL",
     "rules.base": "PushInfo",
-    "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK RandomK PowerSGD CustomCodec Feedback",
+    "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK RandomK PowerSGD Delta CustomCodec Feedback",
     "engine.local": "Local",
     "engine.on_ray": "OnRay Needs",
     "launch.roster": "Restart",

@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from paramserve.codecs.base import Codec
+from paramserve.codecs.base import Codec, Floats
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.keys import order_of
 from paramserve.core.client_session import Sent
+from paramserve.core.delta_stream import DeltaReader, Taken
 from paramserve.core.partition import Block
 from paramserve.core.request_memory import aligned
 from paramserve.core.table.encoded import RowCodecs
-from paramserve.core.table.parts import gradient_bytes, keys_at, records_bytes
+from paramserve.core.table.parts import gradient_bytes, keys_at, padded, records_bytes
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
     ALIGN,
@@ -43,7 +45,9 @@ class ExactKeys(Keys, frozen=True, array_like=True):
 
 
 class GivesPayload(Protocol):
-    """A link whose last header was followed by a payload."""
+    """A link whose last header was followed by a payload of so many bytes."""
+
+    payload_bytes: int
 
     def read_payload(self, into: Sequence[Bytes]) -> None: ...
 
@@ -74,6 +78,8 @@ class Payloads:
     def __init__(self, blocks: Mapping[int, Block], arenas: Mapping[int, Arena]) -> None:
         self._blocks = blocks
         self._arenas = arenas
+        self._readers: dict[tuple[int, int], DeltaReader] = {}
+        """By block and shard: what it has of values that come as what has changed."""
 
     def inline(self, shard: int, message: ShardRequest, payload: Outgoing) -> ShardRequest:
         """The same request with its bytes in the frame instead of an arena.
@@ -121,6 +127,12 @@ class Payloads:
         end = 0
         for place in places:
             block, keys = self._blocks[place.block], place.keys
+            delta = block.delta(shard) if block.pull_codec is not None and not exact else None
+            if delta is not None:
+                has = self._reader(delta, block, shard).position
+                offset = payload.add(has.packed())
+                pull.append(structs.replace(place, arena=0, offset=offset))
+                continue
             if keys is None:
                 low, high = block.range(shard)
                 nbytes = (high - low) * (block.kept if exact else block.dtype).itemsize
@@ -171,13 +183,30 @@ class Payloads:
         return self._arenas[arena].memory[offset : offset + (high - low) * block.kept.itemsize]
 
     def read(self, shard: int, link: GivesPayload, sent: Sent) -> None:
-        """Read the payload of an answer to where its request wants it."""
+        """Read the payload of an answer to where its request wants it.
+
+        Raises:
+            ProtocolError: it is none that a server sends.
+        """
         message = sent.message
         if isinstance(message, Step | TakeSnapshot):
             exact = isinstance(message, TakeSnapshot)
-            landings = [self._landing(shard, place, exact) for place in message.pull]
+            # Loops and `+=`, as in `Steps._prepare`: a small step has few calls.
+            placed: list[ReadTarget] = []
+            landings: list[Bytes] = []
+            changed: list[tuple[ReadTarget, Delta]] = []
+            for place in message.pull:
+                block = self._blocks[place.block]
+                delta = block.delta(shard) if block.pull_codec is not None and not exact else None
+                if delta is not None:
+                    changed += [(place, delta)]
+                else:
+                    placed += [place]
+                    landings += [self._landing(shard, place, exact)]
+            if changed:
+                landings += [self._behind(shard, link, landings, changed[0][1])]
             link.read_payload(landings)
-            for place, landed in zip(message.pull, landings, strict=True):
+            for place, landed in zip(placed, landings, strict=False):
                 block = self._blocks[place.block]
                 if place.keys is not None:
                     self._spread(place, place.keys, landed)
@@ -186,17 +215,53 @@ class Payloads:
                     try:
                         _decode(block.pull_codec, block, landed, part)
                     except ValueError as wrong:
-                        called = block.pull_codec.called
-                        raise ProtocolError(
-                            f"shard {shard} sent values that {called} cannot decode: {wrong}",
-                            fix="run the same version of paramserve everywhere",
-                        ) from None
+                        raise _not_decoded(shard, block.pull_codec, wrong) from None
+            if changed:
+                self._take_changes(shard, changed, landings[-1])
         elif isinstance(message, Scan):
             link.read_payload([self._records(message)])
         else:
             assert isinstance(message, Fetch)
             number, arena, offset = message.block, message.arena, message.offset
             link.read_payload([self._kept(shard, number, arena, offset)])
+
+    def _behind(
+        self, shard: int, link: GivesPayload, landings: Sequence[Bytes], delta: Delta
+    ) -> Bytes:
+        """Memory for what comes behind these parts, whose size only the server knows."""
+        rest = link.payload_bytes - sum(padded(each.nbytes) for each in landings)
+        if rest < 0:
+            lacks = ValueError(f"{link.payload_bytes} bytes came, {-rest} lack")
+            raise _not_decoded(shard, delta, lacks)
+        return aligned(rest)
+
+    def _take_changes(
+        self, shard: int, changed: Sequence[tuple[ReadTarget, Delta]], data: Bytes
+    ) -> None:
+        """What has changed of values, to where they are wanted; or of none, if a part is wrong."""
+        found: list[tuple[DeltaReader, Taken]] = []
+        at = 0
+        for place, delta in changed:
+            reader = self._reader(delta, self._blocks[place.block], shard)
+            try:
+                found.append((reader, reader.read(data[at:])))
+            except ValueError as wrong:
+                raise _not_decoded(shard, delta, wrong) from None
+            at += padded(found[-1][1].nbytes)
+        if at != data.size:
+            more = ValueError(f"its parts have {at} bytes, and {data.size} came")
+            raise _not_decoded(shard, changed[0][1], more)
+        for (place, _), (reader, taken) in zip(changed, found, strict=True):
+            reader.keep(taken)
+            part = self._part(shard, place.block, place.arena, place.offset)
+            _place(self._blocks[place.block], taken.values, part)
+
+    def _reader(self, delta: Delta, block: Block, shard: int) -> DeltaReader:
+        reader = self._readers.get((block.id, shard))
+        if reader is None:
+            low, high = block.range(shard)
+            reader = self._readers[block.id, shard] = DeltaReader(delta, high - low)
+        return reader
 
     def _landing(self, shard: int, place: ReadTarget, exact: bool) -> Bytes:
         """Where the values of a place are read to."""
@@ -260,4 +325,19 @@ def _decode(codec: Codec, block: Block, landed: Bytes, part: Bytes) -> None:
         return
     values = np.empty(part.size // block.dtype.itemsize, np.float32)
     codec.decode(landed, values)
-    compiled().round_into(part.view(block.dtype), values)
+    _place(block, values, part)
+
+
+def _place(block: Block, values: Floats, part: Bytes) -> None:
+    """Values in float32, to where a step reads them."""
+    if block.spec.half is None:
+        part.view(np.float32)[...] = values
+    else:
+        compiled().round_into(part.view(block.dtype), values)
+
+
+def _not_decoded(shard: int, codec: Codec, wrong: ValueError) -> ProtocolError:
+    return ProtocolError(
+        f"shard {shard} sent values that {codec.called} cannot decode: {wrong}",
+        fix="run the same version of paramserve everywhere",
+    )

@@ -3,6 +3,7 @@
 from paramserve.codecs.base import Codec, Feedback
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.low_rank import PowerSGD
 from paramserve.codecs.sparse import RandomK, TopK
 
@@ -10,6 +11,7 @@ __all__ = [
     "BFloat16",
     "Codec",
     "CustomCodec",
+    "Delta",
     "Feedback",
     "Float16",
     "Int4",

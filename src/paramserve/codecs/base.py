@@ -68,6 +68,8 @@ class Codec(ABC):
     """Whether as many values always take `size` bytes; else they take no more."""
     pushes_only: ClassVar[bool] = False
     """Whether so much is left out that only gradients bear it, and no values."""
+    pulls_only: ClassVar[bool] = False
+    """Whether it encodes what has changed since a reader's last pull, which gradients have not."""
     whole_tensors: ClassVar[bool] = False
     """Whether it looks at whole tensors: then none is cut over two servers, and `bound` tells their
     shapes. Such a codec is for pushes."""
@@ -121,7 +123,7 @@ class Codec(ABC):
         """
         if not isinstance(second, Codec):
             return NotImplemented
-        encodes = "ps.Int8" if self.pushes_only else self.called
+        encodes = "ps.Int8" if self.pushes_only or self.pulls_only else self.called
         raise TypeError(
             f"{self.called} cannot begin a chain: the first codec chooses values, and the second "
             f"encodes these, as in ps.TopK(0.01) | {encodes}()"

@@ -11,6 +11,7 @@ from typing import Any
 from paramserve.codecs.base import Codec, Feedback
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.low_rank import PowerSGD
 from paramserve.codecs.sparse import Chain, RandomK, TopK
 from paramserve.config import CodecSpec
@@ -18,10 +19,15 @@ from paramserve.errors import UnknownCodec
 from paramserve.rules.registry import check_frozen, check_signature
 
 _KINDS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
-BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType({kind.__name__: kind for kind in _KINDS})
+BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType(
+    {kind.__name__: kind for kind in _KINDS} | {Delta.__name__: Delta}
+)
 CHAIN = Chain.__name__
-PARTS = ("first", "second")
-"""Of a chain."""
+PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {CHAIN: ("first", "second"), Delta.__name__: ("codec",)}
+)
+"""The fields that are codecs, of those that are made of others."""
+MADE_OF: Mapping[str, type[Codec]] = MappingProxyType({CHAIN: Chain, Delta.__name__: Delta})
 NONE: Mapping[str, type[Codec]] = MappingProxyType({})
 
 Option = int | float | str | bool
@@ -43,13 +49,16 @@ def as_codec(given: object, what: str) -> Codec:
         return given
     if isinstance(given, type) and issubclass(given, Codec):
         name = f"ps.{given.__name__}" if given in BUILT_IN.values() else given.__name__
-        raise TypeError(f"{what} takes an object: write {what}={name}()")
-    known = ", ".join(f"ps.{name}()" for name in BUILT_IN)
+        inner = "ps.Int4()" if given is Delta else ""
+        raise TypeError(f"{what} takes an object: write {what}={name}({inner})")
+    known = ", ".join(f"ps.{kind.__name__}()" for kind in _KINDS)
     raise TypeError(f"{what} takes a codec, one of {known}, not {given!r}")
 
 
 def parts_of(codec: Codec) -> tuple[Codec, ...]:
-    """The two of a chain; else the codec alone."""
+    """The two of a chain, those of `Delta`'s codec; else the codec alone."""
+    if isinstance(codec, Delta):
+        return (codec, *parts_of(codec.codec))
     return (codec.first, codec.second) if isinstance(codec, Chain) else (codec,)
 
 
@@ -72,7 +81,7 @@ def own_classes(codec: Codec, option: str) -> Mapping[str, type[Codec]]:
 
 def spec(codec: Codec) -> CodecSpec:
     """Describe a codec: its name, and its fields as options, those of its feedback beside them; of
-    a chain each part's name, and its fields behind a dot ("first.ratio").
+    a chain, or `Delta`, each part's name, and its fields behind a dot ("first.ratio").
 
     Raises:
         TypeError: a field is no number, bool or str.
@@ -80,7 +89,7 @@ def spec(codec: Codec) -> CodecSpec:
     options: dict[str, Option] = {}
     for each in fields(codec):
         value = getattr(codec, each.name)
-        if isinstance(value, Codec) and isinstance(codec, Chain):
+        if isinstance(value, Codec) and isinstance(codec, Chain | Delta):
             options[each.name] = value.name
             options |= {f"{each.name}.{key}": it for key, it in spec(value).options.items()}
         elif isinstance(value, Feedback):
@@ -103,15 +112,15 @@ def build(described: CodecSpec, registered: Mapping[str, type[Codec]] = NONE) ->
 
     Args:
         described: may come from a peer: only known classes are called, with their own options. A
-            chain is of two codecs, neither of them a chain.
+            chain is of two codecs, neither of them a chain, and the codec of a `Delta` is none.
         registered: classes by name, from the owner of this process. They replace nothing that is
             built in.
     Raises:
         UnknownCodec: no codec has this name.
         ValueError: the codec does not take these options.
     """
-    if described.name == CHAIN:
-        return _chain(described, registered)
+    if described.name in MADE_OF:
+        return _made_of(described, registered)
     kind: Any = BUILT_IN.get(described.name) or registered.get(described.name)
     if kind is None:
         known = ", ".join((*BUILT_IN, *sorted(registered)))
@@ -141,18 +150,20 @@ def _made(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
     return made
 
 
-def _chain(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Codec:
+def _made_of(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Codec:
     own: dict[str, Any] = {}
-    inner: dict[str, dict[str, Option]] = {part: {} for part in PARTS}
+    parts = PARTS[described.name]
+    inner: dict[str, dict[str, Option]] = {part: {} for part in parts}
     for name, value in described.options.items():
         part, dot, option = name.partition(".")
         (inner[part] if dot and part in inner else own)[option if dot else name] = value
-    for part in PARTS:
+    for part in parts:
         named = own.get(part)
-        if not isinstance(named, str) or named == CHAIN:
-            raise ValueError(f"a chain's {part} is the name of a codec, and not {named!r}")
+        if not isinstance(named, str) or named in (described.name, Delta.__name__):
+            what = described.name.lower()
+            raise ValueError(f"a {what}'s {part} is the name of a codec, and not {named!r}")
         own[part] = build(CodecSpec(named, inner[part]), registered)
-    return _made(Chain, CHAIN, own)
+    return _made(MADE_OF[described.name], described.name, own)
 
 
 # --- registration ----------------------------------------------------------------------------

@@ -238,6 +238,11 @@ class Chain(Codec):
                 "one codec that chooses values and one that encodes all that it gets, as in "
                 f"{first.called}(0.01) | ps.Int4()"
             )
+        if second.pulls_only:
+            raise TypeError(
+                f"{second.called} ends no chain: give it the chain, as in "
+                f"ps.Delta({first.called}(0.01) | ps.Int4())"
+            )
         if not second.fixed:
             raise TypeError(
                 f"{second.called} takes more or fewer bytes by what it encodes, so that a server "

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, pairwise
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.codecs.base import Codec
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import NONE
+from paramserve.core.delta_stream import POSITION, DeltaStream, Position
 from paramserve.core.partition import DTYPES, HALVES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
-from paramserve.core.user_codecs import codec_of, why_not_pulled
+from paramserve.core.user_codecs import codec_of, why_not_pulled, why_not_pushed
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import Applied, DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch
-from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient
+from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient, ReadTarget
 from paramserve.rules.base import Hyper, PushInfo, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
@@ -89,12 +91,13 @@ def _codecs(
         raise ParamServeError(
             f"block {spec.block} in group {spec.group_name!r}: {wrong}", fix="correct the codec"
         ) from None
-    why = why_not_pulled(pull) if pull is not None else None
-    if why is not None:
-        raise ParamServeError(
-            f"block {spec.block} in group {spec.group_name!r}: {why}",
-            fix="give push= that codec, and pull= another one or none",
-        )
+    for codec, why_not in ((push, why_not_pushed), (pull, why_not_pulled)):
+        why = why_not(codec) if codec is not None else None
+        if why is not None:
+            raise ParamServeError(
+                f"block {spec.block} in group {spec.group_name!r}: {why}",
+                fix="give push= and pull= codecs that are for them, or none",
+            )
     return push, pull
 
 
@@ -123,6 +126,7 @@ class ShardBlock(ShardStorage):
 
     Args:
         codecs: classes by name that the owner registered, besides the built-in ones.
+        streams: gives ids of delta streams, above 0, that no other shard has given; None: 1, 2, ...
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class ShardBlock(ShardStorage):
         rule: Rule | None,
         attempt: int,
         codecs: Mapping[str, type[Codec]] = NONE,
+        streams: Iterator[int] | None = None,
     ) -> None:
         super().__init__(spec, rule, attempt)
         self.low, self.high = spec.cuts[shard], spec.cuts[shard + 1]
@@ -160,6 +165,11 @@ class ShardBlock(ShardStorage):
         even_local = self.pull_codec is not None and self.pull_codec.even_local
         self.rounds = even_local or self.half is not None
         """Whether clients on this host get other values than it has."""
+        self.stream: DeltaStream | None = None
+        """What its readers on other hosts follow, if the codec of pulls is `Delta`."""
+        if isinstance(self.pull_codec, Delta) and self.size:
+            streams = streams if streams is not None else count(1)
+            self.stream = DeltaStream(self.pull_codec, self.size, streams)
         self._encoded: tuple[int, Bytes] | None = None
         """The values as the codec of pulls has encoded them last, and their revision."""
         self._copies: Copies | None = None
@@ -295,6 +305,39 @@ class ShardBlock(ShardStorage):
         self._round(self.value, rounded)
         return rounded
 
+    def check_position(self, memory: Memory, place: ReadTarget) -> None:
+        """Refuse what no reader of the delta stream can have.
+
+        Raises:
+            ShapeMismatch: nothing was applied.
+        """
+        assert self.stream is not None
+        wrong = self.stream.why_not(self._position(memory, place))
+        if wrong is not None:
+            raise ShapeMismatch(
+                f"a read of {self.names} in group {self.spec.group_name!r} goes on from what its "
+                f"client cannot have: {wrong}",
+                fix="say what the last answer that was read has left",
+            )
+
+    def changes(self, memory: Memory, place: ReadTarget) -> Array:
+        """What has changed of the values since its client has read them last, as it says, as a part
+        of an answer."""
+        assert self.stream is not None
+        return self.stream.answer(self.value, self.revision, self._position(memory, place))
+
+    def _position(self, memory: Memory, place: ReadTarget) -> Position:
+        """What a client has, as a request says."""
+        payload, start = memory.get(0), place.offset
+        stop = start + POSITION.size
+        if payload is None or start < 0 or stop > payload.size:
+            raise ShapeMismatch(
+                f"what its client has of {self.names} is to lie at offset {start} of a request's "
+                f"payload, which has {0 if payload is None else payload.size} bytes",
+                fix=f"send {POSITION.size} bytes there: the stream and the number",
+            )
+        return Position.unpacked(payload[start:stop])
+
     @property
     def answer_bytes(self) -> int:
         """Of `as_read`."""
@@ -306,11 +349,13 @@ class ShardBlock(ShardStorage):
         codec = self.pull_codec
         if codec is None or not codec.even_local:
             self._round(self.value, out)
-        elif self.half is None:
-            codec.decode(self.as_read(), out)
+            return
+        decoded = out if self.half is None else np.empty(self.size, self.dtype)
+        if self.stream is not None:
+            np.copyto(decoded, self.stream.reference(self.value, self.revision))
         else:
-            decoded = np.empty(self.size, self.dtype)
             codec.decode(self.as_read(), decoded)
+        if self.half is not None:
             self._round(decoded, out)
 
     def _round(self, values: Array, out: Array) -> None:

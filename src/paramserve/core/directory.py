@@ -20,7 +20,7 @@ from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
 from paramserve.core.partition import DTYPES, HALVES, METADATA, PLAIN_DTYPES, borders, cut, size_of
-from paramserve.core.user_codecs import codec_of, why_not_pulled
+from paramserve.core.user_codecs import codec_of, why_not_pulled, why_not_pushed
 from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError, UnknownCodec
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
 
@@ -384,7 +384,10 @@ def why_not_encoded(call: PlaceBlock) -> str | None:
         return f"a codec encodes float32, and {names} is {call.dtype}"
     if call.push is not None and call.rule is None:
         return f"a codec of pushes is for tensors with a rule, and {names} has none"
-    return why_not_pulled(pull) if pull is not None else None
+    wrong = why_not_pushed(push) if push is not None else None
+    if wrong is None and pull is not None:
+        wrong = why_not_pulled(pull)
+    return wrong
 
 
 def _check(call: PlaceBlock) -> None:

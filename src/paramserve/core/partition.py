@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paramserve.codecs.base import Codec
+from paramserve.codecs.delta import Delta
 from paramserve.config import RuleSpec
 from paramserve.core.table.encoded import RowCodecs, row_codecs
 from paramserve.core.user_codecs import codec_of
@@ -170,6 +171,14 @@ class Block:
     def pull_codec(self) -> Codec | None:
         """How values that steps read are encoded between hosts; raises as `push_codec`."""
         return codec_of(self.spec.pull, self.codecs)
+
+    def delta(self, shard: int) -> Delta | None:
+        """How a shard's part is pulled between hosts, if that is as what has changed."""
+        codec = self.pull_codec
+        if not isinstance(codec, Delta):
+            return None
+        low, high = self.range(shard)
+        return codec if high > low else None
 
     @cached_property
     def row_codecs(self) -> RowCodecs | None:

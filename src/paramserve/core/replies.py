@@ -81,13 +81,18 @@ def laid(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> By
     return out
 
 
+def behind(parts: list[tuple[int, Array]], more: list[Array]) -> list[tuple[int, Array]]:
+    """Parts of a payload and, behind them, more arrays in this order, each padded to `ALIGN`."""
+    end, found = sum(padded(array.nbytes) for _, array in parts), list(parts)
+    for array in more:
+        found.append((end, array))
+        end += padded(array.nbytes)
+    return found
+
+
 def gathered(arrays: list[Array]) -> Bytes:
     """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload."""
-    parts, end = [], 0
-    for array in arrays:
-        parts.append((end, array))
-        end += padded(array.nbytes)
-    return laid(parts, fresh)
+    return laid(behind([], arrays), fresh)
 
 
 class Replies:
@@ -126,6 +131,7 @@ class Replies:
         step, memory = request.message, request.memory
         assert type(step) is Step
         inline: list[tuple[int, Array]] = []
+        changes: list[Array] = []
         try:
             for place in step.pull:
                 block = blocks[place.block]
@@ -134,6 +140,8 @@ class Replies:
                         block.read(memory, place)
                     else:
                         inline.append((place.offset, block.answer(memory, place)))
+                elif not place.arena and block.stream is not None:
+                    changes.append(block.changes(memory, place))
                 elif not place.arena:
                     inline.append((place.offset, block.as_read()))
                 elif block.rounds:
@@ -141,6 +149,8 @@ class Replies:
                         block.write_rounded(memory.at(place.arena, place.offset, block.sent))
                 elif place.block not in written:
                     np.copyto(memory.at(place.arena, place.offset, block), block.value)
+            if changes:  # their sizes are not known to the client before: they come last
+                inline = behind(inline, changes)
             return Answer(done, laid(inline, self._allocate) if inline else None, exact)
         except (MemoryError, CodecFailed) as error:
             applied: Applied = "yes" if step.push and not done.skipped else "no"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,8 @@ class Shard:
         codecs: the same for codecs.
         allocate: gives memory [bytes] for the values of a reply that travel in it.
         cut_memory: of copies for cuts.
+        first_stream: id of its first delta stream, and of no other one that any server has begun or
+            is likely to begin: drawn at random, from 1 to 2**62.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Shard:
         codecs: Mapping[str, type[Any]] = NONE,
         allocate: Callable[[int], Bytes] = fresh,
         cut_memory: CutMemory | None = None,
+        first_stream: int = 1,
     ) -> None:
         self.number = number
         self.shards = shards
@@ -140,6 +144,7 @@ class Shard:
         self.rules = rules
         self.policies = policies
         self.codecs = codecs
+        self._streams = count(first_stream)
         self._replies = Replies(number, limits.payload_bytes_max, allocate)
         self._outbox = deque[GroupEffect]()
         """What the groups' machines want done, within one event."""
@@ -579,7 +584,7 @@ class Shard:
         try:
             if spec.table is not None and rule is not None:
                 return KeyedBlock(spec, self.shards, rule, attempt)
-            return ShardBlock(spec, self.number, rule, attempt, self.codecs)
+            return ShardBlock(spec, self.number, rule, attempt, self.codecs, self._streams)
         except MemoryError:
             size = sum(spec.cuts[self.number + 1 :][:1]) - sum(spec.cuts[self.number :][:1])
             what = f"{size} elements of {spec.dtype}" if spec.table is None else "a table"

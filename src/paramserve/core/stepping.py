@@ -79,6 +79,8 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
                 answered.append((place.offset, block.read_bytes(memory, place)))
         elif place.arena:
             memory.at(place.arena, place.offset, block.sent)
+        elif block.stream is not None:
+            block.check_position(memory, place)
         else:
             answered.append((place.offset, block.answer_bytes))
     if answered:

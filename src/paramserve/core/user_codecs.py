@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paramserve.codecs.base import Bytes, Codec, Floats
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import NONE, build, is_built_in
 from paramserve.config import CodecSpec
 from paramserve.core.user_rules import where
@@ -32,12 +33,24 @@ def codec_of(
 
 def why_not_pulled(codec: Codec) -> str | None:
     """Why values cannot come encoded so; None: they can."""
+    if isinstance(codec, Delta):
+        return None
     if codec.pushes_only:
         return f"{codec.called} leaves values out: it is for pushes, and not for pulls"
     if codec.whole_tensors:
         return f"{codec.called} looks at whole tensors: it is for pushes, and not for pulls"
     if not codec.fixed:
         return f"{codec.called} takes more or fewer bytes by what it encodes: it is for pushes only"
+    return None
+
+
+def why_not_pushed(codec: Codec) -> str | None:
+    """Why gradients cannot come encoded so; None: they can."""
+    if codec.pulls_only:
+        return (
+            f"{codec.called} encodes what has changed since a pull: it is for pulls, and not for "
+            "pushes, of which error feedback sends what was left out"
+        )
     return None
 
 

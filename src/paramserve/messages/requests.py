@@ -48,7 +48,12 @@ class Keys(Struct, frozen=True, array_like=True):
 
 
 class ReadTarget(Struct, frozen=True, array_like=True):
-    """Where a block's values are to be written; of a table, the rows of `keys`."""
+    """Where a block's values are to be written; of a table, the rows of `keys`.
+
+    In arena 0, of a block that is pulled as what has changed (`ps.Delta`), there lies in the
+    request's own payload what the reader has, 16 bytes: `core.delta_stream` says what, and what
+    comes. Such parts of an answer lie behind all others, in the order of the request.
+    """
 
     block: int
     arena: int

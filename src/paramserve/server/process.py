@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 
 import msgspec
 
@@ -48,6 +49,7 @@ def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
         codecs=registered.codecs,
         allocate=Buffers(config.limits.buffers_bytes_max).take,
         cut_memory=PreparedMemory(),
+        first_stream=1 + secrets.randbits(62),
     )
     if config.checkpoints.resume:
         resume(shard, config.checkpoints, SYSTEM.monotonic())

@@ -16,6 +16,7 @@ from tests.unit.codecs import reference
 from paramserve.codecs import (
     BFloat16,
     Codec,
+    Delta,
     Feedback,
     Float16,
     Int4,
@@ -300,4 +301,33 @@ def test_what_is_no_codec_is_refused() -> None:
     with pytest.raises(TypeError, match=r"push takes a codec, one of ps.BFloat16\(\), .*'int8'"):
         as_codec("int8", "push")
     named = {"BFloat16", "Float16", "Int8", "Int4", "Sign", "TopK", "RandomK", "PowerSGD"}
-    assert set(BUILT_IN) == named
+    assert set(BUILT_IN) == {*named, "Delta"}
+    with pytest.raises(TypeError, match=r"write pull=ps.Delta\(ps.Int4\(\)\)"):
+        as_codec(Delta, "pull")
+
+
+@pytest.mark.parametrize(
+    "codec", [Int4(32), TopK(0.1) | Int8(8), Int8(even_local=True)], ids=lambda c: c.called
+)
+def test_delta_travels_with_the_codec_of_its_deltas(codec: Codec) -> None:
+    delta = Delta(codec)
+    assert build(spec(delta)) == delta
+    assert (delta.size(1000), delta.fixed) == (codec.size(1000), codec.fixed)
+    assert delta.even_local == codec.even_local
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "a delta's codec is the name of a codec, and not None"),
+        ({"codec": "Delta", "codec.codec": "Int4"}, "a delta's codec is .* and not 'Delta'"),
+        ({"codec": "PowerSGD"}, "equal bit by bit"),
+        ({"codec": "Int4", "codec.block": 7}, "block of ps.Int4 is a power of two"),
+        ({"codec": "Chain", "codec.first": "TopK", "codec.second": "Delta"}, "not 'Delta'"),
+        ({"codec": "RandomK", "codec.feedback": False}, "leave feedback out"),
+        ({"codec": "Int4", "other": 3}, "Delta does not take"),
+    ],
+)
+def test_delta_of_a_peer_is_checked(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        build(CodecSpec("Delta", options))

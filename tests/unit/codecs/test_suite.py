@@ -13,6 +13,7 @@ from paramserve.codecs import (
     BFloat16,
     Codec,
     CustomCodec,
+    Delta,
     Float16,
     Int4,
     Int8,
@@ -116,6 +117,20 @@ class TestPowerSGD(CodecSuite):
 
 class TestRandomKOfSign(CodecSuite):
     codec = RandomK(0.5) | Sign(8)
+
+
+class TestDeltaOfInt4(CodecSuite):
+    codec: Codec = Delta(Int4())
+
+    def bound(self, values: Any) -> Any:
+        return by_block(values, 64, 1 / 14)
+
+
+class TestDeltaOfAChain(TestTopK):
+    codec = Delta(TopK(0.3) | Int8(8))
+
+    def bound(self, values: Any) -> Any:
+        return np.abs(values) + by_block(values, max(values.size, 1), 1 / 254)
 
 
 @dataclass(frozen=True)
