@@ -1,4 +1,5 @@
-"""Simulated clusters whose gradients are encoded: no residual is lost, and none counts twice."""
+"""Simulated clusters whose gradients are encoded, and whose values are pulled as what has changed:
+no residual is lost, none counts twice, and all readers have what was told."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from tests.sim import planted_residuals
+from tests.sim import planted_deltas, planted_residuals
 from tests.sim.policies import TABLE_POLICIES
 
 from paramserve.codecs import Codec
@@ -16,6 +17,7 @@ from paramserve.testing import Faults, Scenario, Violation
 from paramserve.testing.encoded import (
     EncodedClient,
     SimulatedEncoded,
+    readers_have_what_was_told,
     replay,
     sums_are_those_of_the_gradients,
 )
@@ -55,8 +57,13 @@ def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
             seen["dropped"] += call.skipped
             seen["dropped by some"] += bool(call.dropped)
             seen["refused"] += bool(call.error)
+        for told in cluster.told.values():
+            seen["told"] += len(told.by_position)
+            seen["begun anew"] += len({each.stream for each in told.by_position}) - 1
+        for client in cluster.clients:
+            seen["followed"] += len(client.exchange.payloads._readers)
     assert len(kinds) == 4, kinds
-    assert len(seen) == 6, seen
+    assert len(seen) == 9, seen
     assert min(seen.values()) > 0, seen
     assert seen["encoded"] > 300, seen
 
@@ -72,6 +79,22 @@ def test_planted_bug_of_error_feedback_is_found(
         cluster.run()
         if sums_are_those_of_the_gradients(cluster):
             with pytest.raises(Violation, match="sums_are_those_of_the_gradients: block"):
+                cluster.check()
+            return
+    pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")
+
+
+@pytest.mark.parametrize("plant", planted_deltas.ALL, ids=lambda plant: plant.__name__)
+def test_planted_bug_of_delta_streams_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    for seed in range(FOUND_WITHIN):
+        scenario = Scenario(consistency=POLICIES["async-drop"], faults=FAULTS, links="tcp")
+        cluster = SimulatedEncoded(seed, scenario)
+        cluster.run()
+        if readers_have_what_was_told(cluster):
+            with pytest.raises(Violation):  # of this, or first of what comes of it
                 cluster.check()
             return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -4,11 +4,15 @@ Beside the blocks of `Counting`, whose values tell which pushes are in them, eac
 for blocks with a codec. A shard applies all gradients of a step or none. So the counting blocks say
 which gradients a shard has applied, and what the blocks with a codec hold there must be the sum of
 these less what each client has left out, its residual.
+
+These blocks are pulled as what has changed: what a client has read of them must be, bit by bit,
+what their server has told, and the newest of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -19,22 +23,27 @@ from msgspec import structs
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepParts
+from paramserve.client.ticket import Outcome
 from paramserve.codecs.base import Codec
 from paramserve.codecs.built_in import Int4, Int8, Sign
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import spec
 from paramserve.codecs.sparse import TopK
 from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.core.shard import Shard
 from paramserve.core.table.block import KeyedBlock
-from paramserve.messages import Done, Joined, Piece, PlaceBlock
+from paramserve.messages import BlockSpec, Done, Joined, Piece, PlaceBlock
 from paramserve.rules import Add
 from paramserve.rules.compiled import compiled
+from paramserve.testing import delta_pulls
 from paramserve.testing.checkers import Violation
 from paramserve.testing.client import GroupStep
 from paramserve.testing.counting import Counting, Pushed
-from paramserve.testing.history import Part, Row
+from paramserve.testing.delta_pulls import Told, WatchedStream, digest, judge_readers
+from paramserve.testing.history import Call, Part, Row
 from paramserve.testing.scripts import ScriptedClient, SimulatedReader, SimulatedWorker
 from paramserve.testing.simulated import SimulatedCluster, rerun
 
@@ -49,6 +58,8 @@ CODECS: tuple[Callable[..., Codec], ...] = (
     lambda **options: TopK(0.02, **options),
     lambda **options: TopK(0.3, index="plain", **options),
 )
+STREAMS = 1 << 20
+"""Ids of delta streams of one attempt to define a block."""
 LARGEST = 8
 """Of a gradient's elements, which are whole numbers."""
 ROUNDING = 1e-6
@@ -62,7 +73,7 @@ class EncodedCounting(Counting):
     """Counting blocks, and blocks with a codec beside them.
 
     Attributes:
-        codecs: by name of the block.
+        codecs, pulls: of gradients and of values, by name of the block.
     """
 
     rule = Add()
@@ -70,6 +81,7 @@ class EncodedCounting(Counting):
     def __init__(self, writers: int) -> None:
         super().__init__(writers)
         self.codecs: dict[str, Codec] = {}
+        self.pulls: dict[str, Codec] = {}
         elements = SPLIT_BYTES_MIN // 4
         self.encoded: dict[str, tuple[Piece, ...]] = {
             "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
@@ -89,6 +101,7 @@ class EncodedCounting(Counting):
         even_local = random.random() < 0.7
         for name in self.encoded:
             self.codecs[name] = random.choice(CODECS)(even_local=even_local)
+            self.pulls[name] = delta_pulls.drawn(random)
 
     def gradient(self, block: Block, push: Pushed) -> tuple[Floats, tuple[int, ...] | None]:
         """The gradient of one push for a block with a codec: [size], and its active pieces."""
@@ -194,11 +207,14 @@ class EncodedClient(ScriptedClient):
         placing = super()._placing(name)
         if name not in self.encoded.encoded:
             return placing
-        push = spec(self.encoded.codecs[name])
-        return structs.replace(placing, dtype="float32", push=push)
+        push, pull = spec(self.encoded.codecs[name]), spec(self.encoded.pulls[name])
+        return structs.replace(placing, dtype="float32", push=push, pull=pull)
 
     def _parts(self, step: GroupStep) -> StepParts:
         parts = super()._parts(step)
+        if step.pull:
+            read = [self.blocks[name] for name in self.encoded.encoded]
+            parts = structs.replace(parts, pull=[*parts.pull, *read])
         widest = self.blocks["wide"]
         if step.which is None or widest not in step.push:
             return parts
@@ -213,6 +229,28 @@ class EncodedClient(ScriptedClient):
             self.encoder.planned[push] = step.which.number
             more.append((push, slot))
         return structs.replace(parts, pushes=[*more, *parts.pushes])
+
+    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
+        super()._read(call, outcome, pull, parts)
+        assert isinstance(self.cluster, SimulatedEncoded)
+        for (number, shard), told in self.cluster.told.items():
+            low, high = self.cluster.blocks[number].range(shard)
+            if number in outcome.values and high > low:
+                found = digest(outcome.values[number][low:high])
+                if found not in told.by_position.values():
+                    told.wrong.append(f"writer {self.writer} has read values that were not told")
+
+
+class EncodedShard(Shard):
+    """Remembers what it tells."""
+
+    cluster: SimulatedEncoded
+
+    def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
+        block = super().new_block(spec, attempt)
+        if isinstance(block, ShardBlock) and block.stream is not None:
+            block.stream = self.cluster.watched(self.number, block)
+        return block
 
 
 class EncodedWorker(EncodedClient, SimulatedWorker):
@@ -233,9 +271,12 @@ class SimulatedEncoded(SimulatedCluster):
     worker_type = EncodedWorker
     reader_type = EncodedReader
     workload_type = EncodedCounting
+    shard_type = EncodedShard
     replayed_by = "encoded.replay"
 
     def _new_workload(self) -> Counting:
+        self.told: dict[tuple[int, int], Told] = {}
+        """By block and shard."""
         workload = super()._new_workload()
         assert isinstance(workload, EncodedCounting)
         assert type(workload.rule) is Add, "a policy multiplies gradients"
@@ -244,11 +285,26 @@ class SimulatedEncoded(SimulatedCluster):
 
     def check(self) -> None:
         super().check()
-        wrong = sums_are_those_of_the_gradients(self)
-        if wrong:
-            codecs = ", ".join(map(repr, self._encoding.codecs.values()))
-            found = [f"sums_are_those_of_the_gradients: {text}" for text in wrong]
-            raise Violation("\n  ".join([f"{self.again}, with {codecs}", *found]))
+        for invariant in (sums_are_those_of_the_gradients, readers_have_what_was_told):
+            wrong = invariant(self)
+            if wrong:
+                used = (*self._encoding.codecs.values(), *self._encoding.pulls.values())
+                found = [f"{invariant.__name__}: {text}" for text in wrong]
+                raise Violation("\n  ".join([f"{self.again}, with {[*used]}", *found]))
+
+    def new_shard(self, number: int) -> Shard:
+        shard = super().new_shard(number)
+        assert isinstance(shard, EncodedShard)
+        shard.cluster = self
+        return shard
+
+    def watched(self, shard: int, block: ShardBlock) -> WatchedStream:
+        """The stream of a block that a shard makes."""
+        assert isinstance(block.pull_codec, Delta)
+        told = self.told.setdefault((block.spec.block, shard), Told())
+        random = Random(f"streams {self.seed} {shard} {block.spec.block} {block.attempt}")
+        streams = count(STREAMS * (1 + block.attempt))
+        return WatchedStream(block.pull_codec, block.size, streams, told, random)
 
     @property
     def _encoding(self) -> EncodedCounting:
@@ -270,6 +326,21 @@ def sums_are_those_of_the_gradients(cluster: SimulatedEncoded) -> list[str]:
             found = server.shard.blocks.get(block.id)
             if isinstance(found, ShardBlock) and found.size:
                 wrong += _judge(cluster, block, widest[0], server.number, found)
+    return wrong
+
+
+def readers_have_what_was_told(cluster: SimulatedEncoded) -> list[str]:
+    """What clients have read, and the copies that they have, are bit by bit what a shard has told
+    them at that position of its stream."""
+    wrong = [
+        f"block {block} on shard {shard}: {text}"
+        for (block, shard), told in cluster.told.items()
+        for text in told.wrong
+    ]
+    for client in cluster.clients:
+        exchange = getattr(client, "exchange", None)
+        if exchange is not None:
+            wrong += judge_readers(exchange.payloads, cluster.told, f"writer {client.writer}")
     return wrong
 
 
