@@ -12,7 +12,9 @@ from click.core import ParameterSource
 
 from paramserve.cli.policies import codec_of, policy_of
 from paramserve.codecs.base import Codec
+from paramserve.codecs.delta import Delta
 from paramserve.consistency.base import Policy
+from paramserve.core.user_codecs import why_not_pulled, why_not_pushed
 
 if TYPE_CHECKING:
     from paramserve.planning.setting import Setting
@@ -102,7 +104,8 @@ class Play(NamedTuple):
 @click.option(
     "--codec",
     metavar="PUSH[,PULL]",
-    help="int8; int4,bfloat16; topk:0.01; 'Int4(block=32)': what encodes gradients, and values.",
+    help="int8; int4,bfloat16; int4,delta:int4; topk:0.01; 'Int4(block=32)': what encodes "
+    "gradients, and values.",
 )
 @click.option("--local-steps", type=COUNT, help="As --policy local:COUNT.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -215,7 +218,15 @@ def _encoded(setting: Setting, policy: Policy, codecs: str | None) -> Setting:
         if len(given) > 2:
             raise click.UsageError("--codec takes one codec of pushes and one of pulls")
         push, pull = given[0], given[1] if len(given) > 1 else None
-    return replace(setting, push_share=_share(push), pull_share=_share(pull))
+    for codec, why_not in ((push, why_not_pushed), (pull, why_not_pulled)):
+        why = why_not(codec) if codec is not None else None
+        if why is not None:
+            raise click.UsageError(why)
+    pulled = _share(pull)
+    if isinstance(pull, Delta) and not policy.collects:
+        # Each worker pulls at its own time, and needs what all the others have added.
+        pulled = min(1.0, setting.workers * pulled)
+    return replace(setting, push_share=_share(push), pull_share=pulled)
 
 
 def _split(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from paramserve.codecs.base import Codec
+from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import BUILT_IN as CODECS
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import BUILT_IN, PARTS
@@ -62,12 +63,19 @@ def policy_of(
 
 
 def codec_of(text: str, *, option: str = "--codec") -> Codec:
-    """The codec that an option names: int8, topk:0.01, or as in Python, 'Int4(block=32)'.
+    """The codec that an option names: int8, topk:0.01, delta:int4, or as in Python,
+    'Int4(block=32)'.
 
     Raises:
         click.BadParameter: it is none.
     """
     name, _, value = text.strip().partition(":")
+    if name == Delta.__name__.lower() and value:
+        inner = codec_of(value, option=option)
+        try:
+            return Delta(inner)
+        except (TypeError, ValueError) as error:
+            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
     by_short_name = {each.lower(): each for each in CODECS}
     written = f"{by_short_name[name]}({value})" if name in by_short_name else text
     try:

@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paramserve.cli import cli
+from paramserve.cli.plan import CODED
+from paramserve.codecs import Int4
 from paramserve.consistency.base import Policy
 from paramserve.planning import calibrate, show
 from paramserve.planning.calibrate import Calibration, Compared, Fitted
@@ -57,6 +59,12 @@ def test_plan_codec_and_local_steps_make_the_bytes() -> None:
     assert (one, own) == (2e6, 2.5e5)
     policy = "LocalSteps(4, push=Int8(block=256), pull=BFloat16())"
     assert bytes_of("--policy", policy) == [5e5]
+    delta = 4e6 * Int4(256).size(CODED) / (4 * CODED)
+    coded = "--codec", "int4:256,delta:int4:256"
+    assert bytes_of("--policy", "sync", *coded) == [delta]
+    assert bytes_of("--policy", "async", *coded) == [2 * delta], "each pulls at its own time"
+    many = ("--workers", "9", "--policy", "async", *coded)
+    assert bytes_of(*many)[-1] == 4e6, "whole values take fewer bytes than nine deltas"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,8 @@ def test_plan_codec_and_local_steps_make_the_bytes() -> None:
     [
         (("--policy", "eventual"), "--policy"),
         (("--codec", "int5"), "--codec"),
+        (("--codec", "delta:int8"), "it is for pulls, and not for pushes"),
+        (("--codec", "int8,topk:0.1"), "it is for pushes, and not for pulls"),
         (("--codec", "int8,int8,int8"), "one codec of pushes and one of pulls"),
         (("--calibrate", "--codec", "int8"), "leave out --codec"),
         (("--policy", "bounded:-1"), "--policy"),

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from paramserve.cli.policies import codec_of, in_python, policy_of
-from paramserve.codecs import Codec, Int4, Int8, Sign, TopK
+from paramserve.codecs import Codec, Delta, Int4, Int8, Sign, TopK
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -100,6 +100,9 @@ def test_option_without_rules_beside_it_does_not_advise_them() -> None:
         ("int4:block=32", Int4(block=32)),
         ("Int4(block=32)", Int4(block=32)),
         ("Sign", Sign()),
+        ("delta:int4", Delta(Int4())),
+        ("delta:int4:256", Delta(Int4(256))),
+        ("Delta(Int4(block=256))", Delta(Int4(256))),
     ],
 )
 def test_codec_is_what_the_text_says(text: str, codec: Codec) -> None:
@@ -113,6 +116,9 @@ def test_codec_is_what_the_text_says(text: str, codec: Codec) -> None:
         ("8", "is no codec; known: bfloat16, float16, int8"),
         ("int4:33", "block of ps.Int4 is a power of two"),
         ("int4(", "never closed"),
+        ("delta:int5", "unknown name 'int5'"),
+        ("delta:powersgd", "equal bit by bit"),
+        ("delta", "missing 1 required positional argument: 'codec'"),
         ("__import__('os')", "is no class|unknown name"),
     ],
 )
