@@ -414,8 +414,9 @@ class Worker:
                 float32, the same on all ranks. A dict has codecs by patterns of names, as in
                 `push={"*.bias": None, "*": ps.Int4()}`: the first that matches counts, and what
                 none matches is not encoded. None: nothing is, or as `LocalSteps` says.
-            pull: the same for values, as in `pull=ps.BFloat16()`: the model has rounded ones then,
-                and the servers and the result whole ones.
+            pull: the same for values, as in `pull=ps.BFloat16()`, or of what has changed of them,
+                as in `pull=ps.Delta(ps.Int4())`: the model has rounded ones then, and the servers
+                and the result whole ones.
         Returns:
             The same object, whose class is now a subclass of its own class; of a rule, a torch
             optimizer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,12 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 
 import paramserve as ps
+from paramserve.checkpoint.folder import Folder
+from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client
 from paramserve.codecs import BFloat16, Codec, Delta, Int4, Int8, PowerSGD, Sign, TopK
 from paramserve.compiling import load_codecs
+from paramserve.config import CheckpointPlan
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.block import ShardBlock
 from paramserve.core.delta_stream import HEAD_BYTES, LENGTH_BYTES, Position
@@ -244,6 +248,39 @@ def test_connections_that_break_lose_nothing(make_cluster: MakeCluster) -> None:
         np.testing.assert_array_equal(client.pull("w"), told(cluster, block))
         ticket.result()
     assert readers(client, block)[0].position.number == 11, "it never had to begin anew"
+
+
+def test_servers_that_go_on_from_a_checkpoint_begin_anew(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """With the whole values: no checkpoint has a reference. A reader that has followed the servers
+    from before gets all, though it has as high a number of what they had told."""
+    plan = CheckpointPlan(folder=str(tmp_path), run="test")
+    cluster = make_cluster("tcp", servers=2, workers=1, checkpoints=plan)
+    client = cluster.client(rank=0)
+    block = define(client)
+    for seed in range(1, 4):
+        client.push_pull({"w": normal(seed)}, tick=True)
+    before, values = np.array(client.pull("w")), whole(client, block)
+    assert 4 * SIZE < cluster.checkpoint().nbytes < 1.5 * 4 * SIZE
+    made = Folder(LocalFolder(tmp_path)).manifests()[0][0]
+    plan = CheckpointPlan(resume_folder=str(tmp_path), resume=made.name)
+    resumed = make_cluster("tcp", servers=2, workers=1, checkpoints=plan)
+    again = resumed.client(rank=0)
+    block = define(again)
+    follower = client.connection.exchange.payloads._readers
+    again.connection.exchange.payloads._readers |= follower
+    followed = {shard: reader.position for (_, shard), reader in follower.items()}
+    found = np.array(again.pull("w"))
+    np.testing.assert_array_equal(found, values)
+    assert (found != before).any()
+    for seed in range(4, 7):
+        found = again.push_pull({"w": normal(seed)}, tick=True)["w"]
+        np.testing.assert_array_equal(found, told(resumed, block))
+    for shard in range(2):
+        stream = held(resumed, block, shard).stream
+        assert stream is not None
+        assert stream.position.stream != followed[shard].stream
 
 
 @pytest.mark.parametrize("where", ["decode", "keep"])

@@ -149,8 +149,9 @@ class Client:
                 a whole state from the servers.
             push: how gradients are encoded on their way to servers on other hosts, as in
                 `push=ps.Int8()`; float32 only. None: they are not.
-            pull: the same for values that are pulled, as in `pull=ps.BFloat16()`: they come
-                rounded. What is read otherwise (`snapshots`, results, checkpoints) does not.
+            pull: the same for values that are pulled, as in `pull=ps.BFloat16()`, or for what has
+                changed of them, as in `pull=ps.Delta(ps.Int4())`: they come rounded. What is read
+                otherwise (`snapshots`, results, checkpoints) does not.
             dtype: "bfloat16" or "float16": in which gradients and pulled values lie in clients'
                 memory and travel; None: that of the values. The servers keep float32, which may
                 be given here. numpy has no bfloat16: `pull` and `gradient` give its bits as uint16.
