@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import paramserve as ps
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client
+from paramserve.client.encoding import in_words
 from paramserve.codecs import BFloat16, Codec, Delta, Int4, Int8, PowerSGD, Sign, TopK
 from paramserve.compiling import load_codecs
 from paramserve.config import CheckpointPlan
@@ -63,6 +66,11 @@ def whole(client: Client, block: Block) -> Any:
 
 def readers(client: Client, block: Block) -> list[Any]:
     return [client.connection.exchange.payloads._readers.get((block.id, s)) for s in range(2)]
+
+
+def saying(said: Position) -> Any:
+    """In place of `DeltaReader.position`."""
+    return property(lambda _: said)
 
 
 class Counted:
@@ -347,11 +355,40 @@ def test_what_no_reader_can_have_is_refused(
     stream, number = reader.position
     said = Position(stream if has[0] is None else has[0], number + has[1])
     with monkeypatch.context() as patched:
-        patched.setattr(type(reader), "position", property(lambda _: said))
+        patched.setattr(type(reader), "position", saying(said))
         with pytest.raises(ShapeMismatch, match="what its client cannot have") as caught:
             client.push_pull({"w": normal(1)})
         assert caught.value.applied == "no"
     np.testing.assert_array_equal(client.pull("w"), normal(0))
+
+
+def test_whatever_a_client_says_that_it_has_the_servers_go_on(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, or gets what leads from there to the values."""
+    cluster = make_cluster("tcp", servers=1, workers=1)
+    client = cluster.client(rank=0)
+    block = define(client)
+    client.pull("w")
+    random, seen = Random(1), Counter[str]()
+    (reader,) = readers(client, block)[:1]
+    for seed in range(80):
+        client.push("w", normal(seed)).result()
+        stream, number = (int(each) for each in reader.position)
+        streams = (stream, stream, stream, 0, stream + 1, -stream, (1 << 63) - 1, -(1 << 63))
+        numbers = (number, number - 1, 0, number + 1, -1, (1 << 63) - 1, -(1 << 63))
+        said = Position(random.choice(streams), random.choice(numbers))
+        with monkeypatch.context() as patched:
+            patched.setattr(type(reader), "position", saying(said))
+            try:
+                found = np.array(client.pull("w"))
+            except ShapeMismatch:
+                seen["refused"] += 1
+                continue
+        seen["answered"] += 1
+        np.testing.assert_array_equal(found, told(cluster, block))
+    assert min(seen["refused"], seen["answered"]) > 20, seen
+    assert cluster.serving.errors == []
 
 
 @pytest.mark.parametrize("offset", [-1, 1 << 20, 8])
@@ -481,6 +518,12 @@ def test_own_steps_reach_the_loss_of_whole_pulls(make_cluster: MakeCluster) -> N
                 np.testing.assert_array_equal(params.detach().numpy(), reference)
     assert losses["deltas"] == pytest.approx(losses["whole"], rel=0.01)
     assert losses["values"] > 1.2 * losses["whole"], "the test tells good values from bad ones"
+
+
+def test_what_deltas_do_to_the_bytes_is_told(make_cluster: MakeCluster) -> None:
+    block = define(make_cluster("tcp", workers=1).client(rank=0), Delta(Int4(256)))
+    wanted = "group 'w' pulls ps.Delta(ps.Int4) (12.9% of the bytes for each delta)"
+    assert in_words("w", [block], local=False) == wanted
 
 
 def test_own_steps_that_wait_for_nobody_follow_the_deltas(make_cluster: MakeCluster) -> None:

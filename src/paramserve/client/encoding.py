@@ -29,6 +29,7 @@ import numpy.typing as npt
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush, check_push
 from paramserve.codecs.base import Codec, Feedback
+from paramserve.codecs.delta import Delta
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.messages import ALIGN, Done, Gradient, Refused, SentGradients
@@ -362,7 +363,8 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool, clock: int = 0
         named = f"{', '.join(others)} and {last}" if others else last
         most = "" if all(codec.fixed for codec in codecs) else "at most "
         share = 100 * sum(nbytes for _, nbytes in found) / plain
-        parts.append(f"{way} {named} ({most}{share:.3g}% of the bytes)")
+        each = " for each delta" if any(isinstance(codec, Delta) for codec in codecs) else ""
+        parts.append(f"{way} {named} ({most}{share:.3g}% of the bytes{each})")
         if local and not any(codec.even_local for codec in codecs):
             whole.append(verb)
     told = f"group {group!r} {' and '.join(parts)}" if parts else ""

@@ -105,12 +105,6 @@ class DeltaStream:
         """Of the reference."""
         return Position(self._stream, self._number)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all that is kept."""
-        reference = 0 if self._reference is None else self._reference.nbytes
-        return reference + self._change.nbytes + self._kept_bytes
-
     def reference(self, values: Floats, revision: int) -> Floats:
         """What a reader has that reads now, [size]; not to be changed.
 
