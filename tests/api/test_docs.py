@@ -28,6 +28,7 @@ NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 RECOMMENDERS = ROOT / "docs" / "recommenders.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 COMPRESSION = ROOT / "docs" / "compression.md"
+METRICS = ROOT / "docs" / "metrics.md"
 CONVERT = ROOT / "docs" / "convert.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
@@ -51,7 +52,19 @@ OBJECTS = {
     "loader": "Loader",
 }
 """Variables that the pages use for an instance of a class."""
-FOREIGN = {"functools", "torch", "loss", "nn", "np", "os", "sys", "ray", "pyarrow", "model"}
+FOREIGN = {
+    "functools",
+    "torch",
+    "loss",
+    "nn",
+    "np",
+    "os",
+    "sys",
+    "ray",
+    "pyarrow",
+    "model",
+    "wandb",
+}
 
 
 def prose(page: Path) -> str:
@@ -164,7 +177,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, COMPRESSION],
+    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, COMPRESSION, METRICS],
     ids=lambda page: page.stem,
 )
 def test_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
