@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.testing.bandwidth import SharedLinks, Way
 from paramserve.virtual import VirtualClock
 
 Bytes = npt.NDArray[np.uint8]
@@ -157,9 +159,6 @@ def peer_rates(faults: Faults) -> tuple[float, float, float]:
     return 0.0, faults.peer_lose, faults.peer_duplicate
 
 
-Way = tuple[str, str]
-"""From a place to a place."""
-
 NEAR, FAR = 0, 1
 """Sides of a stream: who opened it, and who was called."""
 
@@ -173,6 +172,9 @@ class Network:
         self.faults = faults
         self.log: Callable[[str], None] | None = None
         """Is told of every arrival."""
+        self.links: SharedLinks | None = None
+        """What frames take time on besides their delay; None: links carry any number of bytes at
+        once."""
         self._cut: dict[Way, float] = {}
         """Until when."""
         self._held: dict[Way, list[Callable[[], None]]] = {}
@@ -280,6 +282,8 @@ class Stream:
         self._ways = ((near.place, far.place), (far.place, near.place))
         self._rates = rates
         self._free_at = [0.0, 0.0]
+        self._on_link: tuple[deque[Frame | None], deque[Frame | None]] = (deque(), deque())
+        """By side, what its link carries, and what waits behind that; None: the side's end."""
         self._closed = [False, False]
 
     def send(self, side: int, frame: Frame) -> None:
@@ -310,9 +314,43 @@ class Stream:
         if network.is_cut(way):
             network.hold(way, partial(self.put, side, frame, held=True))
             return
-        at = max(self._free_at[side], network.clock.now + network.delay_s(way))
+        if network.links is not None:
+            self._queue(side, frame)
+        else:
+            self._travel(side, frame)
+
+    def _queue(self, side: int, frame: Frame | None) -> None:
+        """Send a frame, or the side's end, over its link, behind those that are on it."""
+        self._on_link[side].append(frame)
+        if len(self._on_link[side]) == 1:
+            self._carry(side, frame)
+
+    def _carry(self, side: int, frame: Frame | None) -> None:
+        links = self._network.links
+        assert links is not None
+        header = 0 if frame is None else len(frame.header)
+        payload = 0 if frame is None or frame.payload is None else frame.payload.nbytes
+        links.carry(self._ways[side], header, payload, partial(self._through, side))
+
+    def _through(self, side: int) -> None:
+        """The link has carried a frame: the next one may go."""
+        frame = self._on_link[side].popleft()
+        if self.ended:
+            self._on_link[side].clear()
+            return
+        self._travel(side, frame)
+        if self._on_link[side]:
+            self._carry(side, self._on_link[side][0])
+
+    def _travel(self, side: int, frame: Frame | None) -> None:
+        """Let a frame, or the side's end, arrive after its delay."""
+        network = self._network
+        at = max(self._free_at[side], network.clock.now + network.delay_s(self._ways[side]))
         self._free_at[side] = at
-        network.clock.at(at, self._arrive, side, frame)
+        if frame is None:
+            network.clock.at(at, self._end, side)
+        else:
+            network.clock.at(at, self._arrive, side, frame)
 
     def taken(self, side: int) -> None:
         """The other side has read a frame of this one."""
@@ -350,9 +388,10 @@ class Stream:
         network, way = self._network, self._ways[side]
         if network.is_cut(way):
             network.hold(way, partial(self._finish, side))
-            return
-        at = max(self._free_at[side], network.clock.now + network.delay_s(way))
-        network.clock.at(at, self._end, side)
+        elif network.links is not None:
+            self._queue(side, None)
+        else:
+            self._travel(side, None)
 
     def _end(self, side: int) -> None:
         if not self.ended:
