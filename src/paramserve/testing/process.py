@@ -48,7 +48,7 @@ REJOIN_S = 0.01
 BEAT_S = 0.05
 LOOK_S = 10.0
 """How often an idle process looks whether there is anything to do."""
-DEADLINES = Deadlines(start_s=60.0, reconnect_s=0.05, stall_s=600.0)
+DEADLINES = Deadlines(start_s=60.0, reconnect_s=0.05, stall_s=600.0, heartbeat_s=BEAT_S)
 """A shard that cannot be reached is tried until the network has healed, and longer."""
 LIMITS = Limits()
 
@@ -113,6 +113,7 @@ class ClientProcess(ABC):
         self.terms = GroupTraits(cluster.described)
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
+        self._deadlines = cluster.client_deadlines
         self.shared = [scenario.is_shared(random) for _ in range(scenario.servers)]
         """By shard: whether requests speak of this client's memory; else bytes are copied."""
         self.late = False
@@ -182,7 +183,7 @@ class ClientProcess(ABC):
                 self.rank,
                 Credentials(),
                 LIMITS,
-                DEADLINES,
+                self._deadlines,
                 self._dial,
                 VirtualTiming(self.cluster.clock, self._fiber, self._readable),
                 self.window,
@@ -198,11 +199,11 @@ class ClientProcess(ABC):
 
     def _begin_steps(self, joined: Joined) -> None:
         """As `Connection` and `Client` do."""
-        waits = Waits(self.exchange, self.rank, DEADLINES.request_s)
+        waits = Waits(self.exchange, self.rank, self._deadlines.request_s)
         self.steps = Steps(self.exchange, self.rank, waits, self.terms)
         self.steps.first = self.rank < joined.first
         goes_on = joined.incarnation > 1 or joined.late
-        told = self.exchange.reports(DEADLINES.start_s) if goes_on else []
+        told = self.exchange.reports(self._deadlines.start_s) if goes_on else []
         self.steps.resume(told, returned=joined.returned)
         self.clocks = self.steps.clocks
         self.member_told()
@@ -327,7 +328,7 @@ class ClientProcess(ABC):
             clock.at(frozen_until, self._beat)
         elif self.alive:
             self._coordinator.send(NEAR, Frame(encode(WorkerBeat(self.clock))))
-            clock.after(BEAT_S, self._beat)
+            clock.after(self._deadlines.heartbeat_s, self._beat)
 
     def _join(self) -> Joined | None:
         """Join, and again while the rank counts as live; None: it is not wanted."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 from paramserve.checkpoint.storage import Storage
@@ -22,13 +23,13 @@ from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.shard import Shard
 from paramserve.messages import Hello, LeasePlan
-from paramserve.rules import Add
+from paramserve.rules import Add, Rule
 from paramserve.testing.checkers import check
 from paramserve.testing.counting import AddWhole, Counting, leaves_whole
 from paramserve.testing.history import Call, History
 from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve.testing.network import Bytes, End, Faults, Network, Stream
-from paramserve.testing.process import ClientProcess, SimulatedExchange
+from paramserve.testing.process import DEADLINES, ClientProcess, SimulatedExchange
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
@@ -106,6 +107,13 @@ class SimulatedCluster:
     """The function that repeats a run."""
     checkpoint_plan = CheckpointPlan()
     """Of its checkpoints."""
+    client_deadlines = DEADLINES
+    server_deadlines = Deadlines(heartbeat_s=BEAT_S, resend_s=RESEND_S)
+    coordinator_deadlines = Deadlines(
+        stall_s=STALL_S, restart_s=AWAITED_S, reconnect_s=LOOKED_FOR_S
+    )
+    rules: Mapping[str, type[Rule]] = MappingProxyType({})
+    """By name, those that shards know besides `Counting`'s."""
     disk: Storage | None = None
     """Where they are written; None: nowhere."""
 
@@ -165,10 +173,13 @@ class SimulatedCluster:
         self.coordinator = SimulatedCoordinator(self)
         self.servers = [SimulatedServer(self, k) for k in range(self.scenario.servers)]
         self.driver = SimulatedDriver(self)
+        self._start_clients()
+        self.nemesis.begin()
+
+    def _start_clients(self) -> None:
         for rank in range(self.scenario.workers):
             self._start_after(self.network.delay_s(), self.worker_type, rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
-        self.nemesis.begin()
 
     def _new_workload(self) -> Counting:
         """Blocks, gradients and rule; where a policy scales gradients, a rule that does not."""
@@ -349,7 +360,7 @@ class SimulatedCluster:
             (),
             "",
             self.described,
-            deadlines=Deadlines(heartbeat_s=BEAT_S, resend_s=RESEND_S),
+            deadlines=self.server_deadlines,
             checkpoints=self.checkpoint_plan,
         )
 
@@ -362,8 +373,8 @@ class SimulatedCluster:
             self.scenario.workers,
             self.scenario.consistency,
             limits=Limits(),
-            resend_s=RESEND_S,
-            rules={AddWhole.name: self.recorder.rule(number)},
+            resend_s=self.server_deadlines.resend_s,
+            rules={AddWhole.name: self.recorder.rule(number), **self.rules},
             policies={} if number in self.scenario.unregistered else self.registered,
         )
         shard.recorder = ShardRecorder(self, shard)
@@ -377,7 +388,7 @@ class SimulatedCluster:
             "",
             self.described,
             restarts=bool(self.restarts),
-            deadlines=Deadlines(stall_s=STALL_S, restart_s=AWAITED_S, reconnect_s=LOOKED_FOR_S),
+            deadlines=self.coordinator_deadlines,
             checkpoints=self.checkpoint_plan,
         )
         return self.coordination_type(config, record)
