@@ -71,6 +71,8 @@ from paramserve.messages import (
 
 WAITING_MAX = 4096
 """Calls that may wait at one time, and parties whose connection was reset."""
+LOST_RECORDS_MAX = 1 << 62
+"""Counted, and some more: peers tell any number, and a status holds none above 64 bits."""
 STATUS_BYTES_MAX = 4 << 20
 """Of the records in one status; a quarter of `header_bytes_max` if that is less."""
 
@@ -491,7 +493,8 @@ class Coordination:
         if message.sent and party.rank != NO_RANK:
             known = [each for each in message.sent if self.directory.has_group(each.group)]
             self._sent.heard(party.rank, party.client, known)
-        self._lost_records += max(message.first_record - party.logged, 0)
+        dropped = max(message.first_record - party.logged, 0)
+        self._lost_records = min(self._lost_records + dropped, LOST_RECORDS_MAX)
         party.logged = max(message.first_record, party.logged) + len(message.records)
         for record in message.records:
             size = len(encode(record))

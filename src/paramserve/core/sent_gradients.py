@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from paramserve.messages import SentGradients
 
+BYTES_MAX = (1 << 63) - 1
+"""Told of one rank and group at most: larger sums could not be encoded in a status."""
+
 
 class _Told(NamedTuple):
     """Of one rank and group: by which client, what that told last, and the bytes, sent and as they
@@ -33,6 +36,8 @@ class SentByRank:
                 continue
             if not math.isfinite(each.residual_norm):
                 continue
+            if max(each.sent_bytes, each.plain_bytes) > BYTES_MAX:
+                continue
             key = rank, each.group
             before = self._told.get(key, _Told(client, each, 0, 0))
             if client < before.client:  # an incarnation that has ended
@@ -49,8 +54,8 @@ class SentByRank:
                 rank,
                 SentGradients(
                     group,
-                    each.sent_before + each.last.sent_bytes,
-                    each.plain_before + each.last.plain_bytes,
+                    min(each.sent_before + each.last.sent_bytes, BYTES_MAX),
+                    min(each.plain_before + each.last.plain_bytes, BYTES_MAX),
                     each.last.residual_norm,
                 ),
             )

@@ -74,3 +74,11 @@ def test_record_that_fits_into_no_answer_is_dropped_and_counted() -> None:
     one.step(Noticed(0, WorkerBeat(0, (record(0, 200), record(1)), 0)), 0.0)
     status = ask(one, 0)
     assert ([each.clock for each in status.records], status.lost_records) == ([1], 1)
+
+
+def test_dropped_records_that_peers_tell_stay_within_what_a_status_holds() -> None:
+    one = coordination()
+    for connection in range(5):
+        one.step(Noticed(connection, WorkerBeat(0, (), (1 << 64) - 1)), 0.0)
+    assert ask(one, 0).lost_records > 1 << 60
+    assert encode(ask(one, 0))

@@ -28,9 +28,23 @@ def test_incarnations_of_a_rank_are_added_up_and_the_residual_is_the_last_ones()
 
 @pytest.mark.parametrize(
     "wrong",
-    [(-1, 0, 0.0), (0, -1, 0.0), (0, 0, -1.0), (0, 0, math.nan), (0, 0, math.inf)],
+    [
+        (-1, 0, 0.0),
+        (0, -1, 0.0),
+        (0, 0, -1.0),
+        (0, 0, math.nan),
+        (0, 0, math.inf),
+        (1 << 63, 0, 0.0),
+    ],
 )
 def test_what_cannot_be_is_left_out(wrong: tuple[int, int, float]) -> None:
     sent = SentByRank()
     sent.heard(0, 1, [SentGradients("a", *wrong)])
     assert sent.report() == ()
+
+
+def test_sums_stay_within_what_a_message_holds() -> None:
+    sent, largest = SentByRank(), (1 << 63) - 1
+    for client in range(4):
+        sent.heard(0, client, [SentGradients("a", largest, largest, 0.0)])
+    assert sent.report() == ((0, SentGradients("a", largest, largest, 0.0)),)
