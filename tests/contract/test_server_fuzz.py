@@ -20,8 +20,9 @@ from tests.contract.harness import HELLO, UNTRUSTED, Harness
 from tests.contract.role_cluster import WAIT_S, wait_until
 
 from paramserve.client import Client, Ticket
-from paramserve.config import Limits, RuleSpec
+from paramserve.config import CodecSpec, Limits, RuleSpec
 from paramserve.consistency.built_in import Async, Sync
+from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
     AskReport,
@@ -38,6 +39,7 @@ from paramserve.messages import (
     Hello,
     Inquire,
     Join,
+    Keys,
     Leave,
     Lookup,
     MarkDead,
@@ -48,8 +50,11 @@ from paramserve.messages import (
     Record,
     Refused,
     Register,
+    SentGradients,
     ServerBeat,
+    Status,
     Step,
+    TableSpec,
     TakeSnapshot,
     Vote,
     Watch,
@@ -111,6 +116,16 @@ rules = st.none() | st.builds(
         max_size=3,
     ),
 )
+codecs = st.none() | st.builds(
+    CodecSpec,
+    st.sampled_from(["BFloat16", "Int8", "Int4", "Sign", "TopK", "PowerSGD", "Chain", "Evil", ""]),
+    st.dictionaries(
+        st.sampled_from(["block", "ratio", "rank", "rounding", "feedback", "even_local", "index"]),
+        integers | floats | st.booleans() | texts,
+        max_size=3,
+    ),
+)
+halves = st.none() | st.sampled_from(["bfloat16", "float16", "float8", ""])
 pieces = tuples(st.builds(Piece, texts, tuples(integers)))
 dtypes = st.sampled_from(
     ["float64", "float32", "int64", "object", "f4,f4", "", "V9", "(3,)f4", "M8"]
@@ -126,11 +141,39 @@ specs = st.builds(
     rules,
     st.just((Piece("p", (4,)),)),
     st.just((0, 4)),
+    push=codecs,
+    pull=codecs,
+    half=halves,
+)
+table_specs = st.builds(
+    BlockSpec,
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.sampled_from(["default", "g"]),
+    st.just("float32") | dtypes,
+    rules,
+    st.just((Piece("g", (4,)),)),
+    st.just(()) | tuples(integers),
+    table=st.builds(
+        TableSpec,
+        st.just(4) | st.integers(-3, 9),
+        st.sampled_from(["float32", "bfloat16", "float64", ""]),
+        integers,
+        st.just(TableOptions(Zeros()).to_spec()) | st.builds(RuleSpec, texts),
+        st.integers(-3, 9),
+    ),
+    push=codecs,
+    pull=codecs,
 )
 gradients = tuples(
-    st.builds(Gradient, integers, integers, integers, actives, st.none() | tuples(floats, 6))
+    st.builds(
+        Gradient,
+        *(integers, integers, integers, actives, st.none() | tuples(floats, 6)),
+        st.just(0) | integers,
+    )
 )
-places = tuples(st.builds(ReadTarget, integers, integers, integers))
+keys = st.builds(Keys, integers, integers, integers, integers, st.booleans())
+places = tuples(st.builds(ReadTarget, integers, integers, integers, st.none() | keys))
 fields = (integers, integers, integers, integers)
 requests = st.one_of(
     st.builds(
@@ -138,7 +181,7 @@ requests = st.one_of(
         *(integers, st.integers(0, 1) | integers, integers, st.booleans(), gradients, places),
         *(integers, floats, st.booleans(), floats),
     ),
-    st.builds(Define, integers, specs, integers, integers, integers),
+    st.builds(Define, integers, specs | table_specs, integers, integers, integers),
     st.builds(Assign, *fields, integers, actives, actives),
     st.builds(Fetch, *fields, integers),
     st.builds(Watch, *fields),
@@ -299,6 +342,7 @@ def meet(waiting: dict[Client, Ticket]) -> None:
     raise AssertionError(f"ranks {[client.rank for client in waiting]} still wait")
 
 
+sent = tuples(st.builds(SentGradients, texts, integers, integers, floats))
 calls = st.one_of(
     st.builds(Enlist, integers),
     st.builds(Register, integers, integers, integers, tuples(texts)),
@@ -313,6 +357,8 @@ calls = st.one_of(
         WorkerBeat,
         integers,
         tuples(st.builds(Record, floats, integers, integers, st.just({"a": 1.0}))),
+        integers,
+        sent,
     ),
     st.builds(ServerBeat, integers, st.just(()), integers, integers),
 )
@@ -342,6 +388,42 @@ def test_coordinator_survives_random_calls(make_cluster: MakeCluster) -> None:
         harness.goes_on()
 
     run()
+
+
+def test_coordinator_survives_what_workers_tell_of_their_gradients(
+    make_cluster: MakeCluster,
+) -> None:
+    """A rank whose workers come and end, each of which tells anything."""
+    cluster = make_cluster("unix", workers=1)
+    harness = Harness(cluster)
+
+    @FUZZ
+    @given(told=st.lists(sent, min_size=1, max_size=4))
+    def run(told: list[Any]) -> None:
+        link = Link.connect([cluster.address], Hello("join"), timeout_s=WAIT_S)
+        link.send(encode(Join(-76, 0, 0)))
+        for each in told:
+            link.send(encode(WorkerBeat(0, (), 0, each)))
+        link.send(encode(AskStatus(-77)))
+        while (header := link.receive(WAIT_S)) is not None:
+            if msgspec.msgpack.decode(header)[:2] == ["status-is", -77]:
+                break
+        status = msgspec.msgpack.decode(header or b"", type=Status)
+        for rank, each in status.sent:
+            assert rank == 0
+            assert min(each.sent_bytes, each.plain_bytes, each.residual_norm) >= 0
+            heard.append(each.sent_bytes)
+        link.send(encode(Leave(-78)))
+        while (header := link.receive(WAIT_S)) is not None:
+            if msgspec.msgpack.decode(header)[:2] == ["ok", -78]:
+                break
+        link.close()
+        assert cluster.coordinating.errors == []
+        harness.goes_on()
+
+    heard: list[int] = []
+    run()
+    assert len(heard) > 20, heard
 
 
 @FUZZ
