@@ -19,6 +19,7 @@ from paramserve.consistency.base import (
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
+    AsyncLocalSteps,
     BoundedStaleness,
     Buffered,
     DelayCompensated,
@@ -27,6 +28,7 @@ from paramserve.consistency.built_in import (
     LocalSteps,
     Sync,
 )
+from paramserve.rules import DelayedNesterov
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ TABLE_POLICIES: dict[str, Policy] = {
     "bounded-1": BoundedStaleness(1),
 }
 """Those under which the simulated tables are trained: none of them multiplies a gradient."""
+
+OWN_STEPS: dict[str, LocalSteps | AsyncLocalSteps] = {
+    "local": LocalSteps(2),
+    "fragments": LocalSteps(6, fragments=3, delay=1, merge=0.5),
+    "local-backup": LocalSteps(4, fragments=2, backup=1),
+    "local-timeout": LocalSteps(3, timeout_s=0.01),
+    "async": AsyncLocalSteps(3, DelayedNesterov(pushes=3)),
+    "async-drop": AsyncLocalSteps(2, DelayedNesterov(pushes=2, activation=0.25), drop_after=2),
+}
+"""Those of clusters whose workers make own steps (`testing/local_steps.py`)."""
 
 POLICIES: dict[str, Policy] = {
     "sync": Sync(reduce="sum"),

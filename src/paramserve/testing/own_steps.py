@@ -26,7 +26,7 @@ class OwnStepsWorker(SimulatedWorker):
     """Makes own steps, exchanges a fragment after each so many, and goes on from its values.
 
     The policy is `LocalSteps` or `AsyncLocalSteps`, from the beginning to the end. A worker begins
-    by reading all values. One call of `Scenario.steps` is one exchange.
+    by reading all values. One of `Scenario.steps` is one exchange.
 
     Attributes:
         since: own steps since its last exchange.
@@ -92,10 +92,9 @@ class OwnStepsWorker(SimulatedWorker):
     # --- exchanges ----------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        if self._send([self.clock % self._fragments]):
-            self.left -= 1
-            if self._delay:
-                self.script()
+        self.left -= 1
+        if self._send([self.clock % self._fragments]) and self._delay:
+            self.script()
 
     def _settle(self) -> None:
         """Exchange all that own steps have changed since."""

@@ -183,13 +183,16 @@ class SimulatedCluster:
 
     def _new_workload(self) -> Counting:
         """Blocks, gradients and rule; where a policy scales gradients, a rule that does not."""
-        workload = self.workload_type(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
+        workload = self._make_workload(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
         if isinstance(workload.rule, Add) and not all(
             leaves_whole(each) for each in self.scenario.policies
         ):
             workload.rule = AddWhole()
         workload.prepare()
         return workload
+
+    def _make_workload(self, writers: int) -> Counting:
+        return self.workload_type(writers)
 
     # --- a run --------------------------------------------------------------------------
 
