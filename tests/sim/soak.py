@@ -1,7 +1,8 @@
 """As many simulated seeds as asked, on all cores: `make soak SEEDS=10000`; with `SOAK=--tables`
 the clients train a keyed table, with `SOAK="--tables --second sync"` a table beside tensors, with
-`SOAK=--encoded` tensors whose gradients are encoded. Of clusters that write checkpoints, are lost
-and go on, it runs `RESUMES=1000` seeds.
+`SOAK=--encoded` tensors whose gradients are encoded, with `SOAK="--tables --encoded"` a table with
+codecs, with `SOAK=--halves` tensors of 16 bits, with `SOAK=--own-steps` by own steps. Of clusters
+that write checkpoints, are lost and go on, it runs `RESUMES=1000` seeds.
 
 It prints how many seeds a second it runs, and stops at the first violation, with the line that runs
 that seed again.
@@ -17,11 +18,14 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from tests.sim.policies import POLICIES, TABLE_POLICIES
+from tests.sim.policies import OWN_STEPS, POLICIES, TABLE_POLICIES
 from tests.sim.resumes import CASES, resumed
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
 from paramserve.testing.encoded import SimulatedEncoded
+from paramserve.testing.encoded_rows import SimulatedEncodedTables
+from paramserve.testing.halves import SimulatedHalves
+from paramserve.testing.local_steps import SimulatedLocalSteps
 from paramserve.testing.mixed import SimulatedMixed
 from paramserve.testing.row_counting import SimulatedTables
 
@@ -37,6 +41,8 @@ class Chunk(NamedTuple):
     tables: bool
     slow_readers: bool
     encoded: bool
+    other: str
+    """What else the clients train: a key of `OTHERS`, or nothing else."""
     policy: str
     second: str
     """Policy of a second group; empty: there is none."""
@@ -57,10 +63,18 @@ class Lost(NamedTuple):
     """The seed behind the last."""
 
 
-def kind_of(tables: bool, second: str, encoded: bool) -> type[SimulatedCluster]:
+OTHERS: dict[str, type[SimulatedCluster]] = {
+    "halves": SimulatedHalves,
+    "own_steps": SimulatedLocalSteps,
+}
+
+
+def kind_of(tables: bool, second: str, encoded: bool, other: str) -> type[SimulatedCluster]:
     """What is simulated: with a second group, the table is that."""
+    if other:
+        return OTHERS[other]
     if encoded:
-        return SimulatedEncoded
+        return SimulatedEncodedTables if tables else SimulatedEncoded
     if not tables:
         return SimulatedCluster
     return SimulatedMixed if second else SimulatedTables
@@ -85,16 +99,19 @@ def run_lost(chunk: Lost) -> tuple[int, int, str]:
 
 
 def run_policy(chunk: Chunk) -> tuple[int, int, str]:
-    kind = kind_of(chunk.tables, chunk.second, chunk.encoded)
+    kind = kind_of(chunk.tables, chunk.second, chunk.encoded, chunk.other)
+    policies = OWN_STEPS if kind is SimulatedLocalSteps else POLICIES
     name, first = chunk.policy, chunk.first
     events = 0
     for seed in range(first, chunk.stop):
         scenario = Scenario(
             servers=chunk.servers,
             workers=chunk.workers,
-            consistency=POLICIES[name],
+            consistency=policies[name],
             slow_readers=chunk.slow_readers,
         )
+        if policies is OWN_STEPS:
+            scenario = replace(scenario, others=())
         if chunk.second:
             second = POLICIES[chunk.second]
             scenario = replace(scenario, second=second, others=())
@@ -121,6 +138,7 @@ def chunks(
     second: str = "",
     slow: bool = False,
     encoded: bool = False,
+    other: str = "",
 ) -> list[Chunk]:
     """`seeds` seeds in all, shared by the policies, each from `first` on."""
     each = -(-seeds // len(policies))
@@ -129,6 +147,7 @@ def chunks(
             tables,
             slow,
             encoded,
+            other,
             name,
             second,
             servers,
@@ -154,10 +173,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="over all policies together")
     parser.add_argument("--resumes", type=int, default=0, help="of clusters that are lost, besides")
     parser.add_argument("--first", type=int, default=0, help="the first seed of each policy")
-    parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one")
+    known_policies = sorted({*POLICIES, *OWN_STEPS})
+    parser.add_argument("--policy", choices=known_policies, help="only this one")
     parser.add_argument("--second", choices=sorted(POLICIES), default="", help="a second group's")
     parser.add_argument("--tables", action="store_true", help="train a keyed table")
     parser.add_argument("--encoded", action="store_true", help="gradients are encoded")
+    parser.add_argument("--halves", action="store_true", help="train tensors of 16 bits")
+    parser.add_argument("--own-steps", action="store_true", help="workers make own steps")
     parser.add_argument("--slow-readers", action="store_true", help="clients read slowly")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
@@ -165,19 +187,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if min(given.seeds, given.resumes, given.first) < 0 or given.seeds + given.resumes < 1:
         parser.error("--seeds, --resumes and --first are at least 0, one of the former at least 1")
-    if given.encoded and (given.tables or given.second):
-        parser.error("--encoded is for tensors in one group")
+    other = next((each for each in OTHERS if getattr(given, each)), "")
+    if (given.encoded or other) and given.second:
+        parser.error("--encoded, --halves and --own-steps are for one group")
+    if given.halves + given.own_steps + (given.encoded or given.tables) > 1:
+        parser.error("--halves and --own-steps go with no other kind")
     only = given.tables and not given.second
-    known = list(TABLE_POLICIES if only or given.encoded else POLICIES)
-    known += ["async-drop"] * given.encoded
+    known = list(TABLE_POLICIES if only or given.encoded or given.halves else POLICIES)
+    known += ["async-drop"] * (given.encoded or given.halves)
+    known = list(OWN_STEPS) if given.own_steps else known
     names = [given.policy] if given.policy else known
     if not set(names) <= set(known):
         parser.error(f"the policy is one of {', '.join(known)}")
     table = names[0] if only else given.second
-    if given.tables and table not in TABLE_POLICIES:
+    if given.tables and table not in TABLE_POLICIES and not given.encoded:
         parser.error(f"a table's policy is one of {', '.join(TABLE_POLICIES)}")
     shape = given.servers, given.workers, given.tables, given.second, given.slow_readers
-    shape += (given.encoded,)
+    shape += (given.encoded, other)
     work: list[Chunk | Lost] = [*chunks(names, given.first, given.seeds, *shape)]
     work += lost(given.first, given.resumes)
     began = told = time.monotonic()
