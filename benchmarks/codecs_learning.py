@@ -45,6 +45,7 @@ def ways() -> dict[str, dict[str, Any]]:
         "TopK(0.01)": {"push": ps.TopK(0.01)},
         f"LocalSteps({EVERY})": {"consistency": local},
         f"LocalSteps({EVERY}), Int4": {"consistency": local, "push": ps.Int4()},
+        f"LocalSteps({EVERY}), Int2": {"consistency": local, "push": ps.Int2()},
         f"LocalSteps({EVERY}), TopK(0.01)": {"consistency": local, "push": ps.TopK(0.01)},
     }
 

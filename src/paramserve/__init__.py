@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paramserve.codecs import Delta as Delta
     from paramserve.codecs import Feedback as Feedback
     from paramserve.codecs import Float16 as Float16
+    from paramserve.codecs import Int2 as Int2
     from paramserve.codecs import Int4 as Int4
     from paramserve.codecs import Int8 as Int8
     from paramserve.codecs import PowerSGD as PowerSGD
@@ -143,7 +144,9 @@ _NAMES = {
     "rules.delayed_nesterov": "DelayedNesterov",
     "rules.ftrl": "FTRL",
     "rules.base": "PushInfo",
-    "codecs": "BFloat16 Float16 Int8 Int4 Sign TopK RandomK PowerSGD Delta CustomCodec Feedback",
+    "codecs": (
+        "BFloat16 Float16 Int8 Int4 Int2 Sign TopK RandomK PowerSGD Delta CustomCodec Feedback"
+    ),
     "engine.local": "Local",
     "engine.on_ray": "OnRay Needs",
     "launch.roster": "Restart",

@@ -18,6 +18,7 @@ from paramserve.codecs import (
     Codec,
     Feedback,
     Float16,
+    Int2,
     Int4,
     Int8,
     PowerSGD,
@@ -38,7 +39,7 @@ from paramserve.worker import Worker
 SIZE = 40_000
 """float32 elements, which two shards share."""
 CODECS = [BFloat16(), Float16(), Int8(), Int8(rounding="stochastic"), Int4(), Sign(), TopK(0.05)]
-CODECS += [RandomK(0.1), TopK(0.05) | Int4(), RandomK(0.2) | Int8()]
+CODECS += [RandomK(0.1), TopK(0.05) | Int4(), RandomK(0.2) | Int8(), Int2()]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -408,7 +409,7 @@ def test_encoded_gradient_of_another_length_is_refused(
 
 
 def test_codecs_are_public() -> None:
-    for codec in (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD):
+    for codec in (BFloat16, Float16, Int8, Int4, Int2, Sign, TopK, RandomK, PowerSGD):
         assert getattr(ps, codec.__name__) is codec
     assert spec(ps.TopK(0.2)).options["ratio"] == 0.2
 

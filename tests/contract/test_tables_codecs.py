@@ -22,7 +22,7 @@ from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client, Table
 from paramserve.client.table import TablePush
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Float16, Int2, Int4, Int8, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.config import CheckpointPlan
@@ -47,8 +47,8 @@ pytestmark = pytest.mark.usefixtures("tables_ready")
 Floats = npt.NDArray[np.float32]
 
 DIM = 20
-PUSHES: list[Codec] = [BFloat16(), Float16(100.0), Int8(), Int8(8), Int4(), Sign(8)]
-PULLS: list[Codec] = [BFloat16(), Float16(), Int8(rounding="stochastic"), Int4(8), Sign()]
+PUSHES: list[Codec] = [BFloat16(), Float16(100.0), Int8(), Int8(8), Int4(), Int2(), Sign(8)]
+PULLS: list[Codec] = [BFloat16(), Float16(), Int8(rounding="stochastic"), Int4(8), Int2(8), Sign()]
 KEYS = np.array([7, -3, 2**63 - 1, -(2**63), 0, 1, 130, 2**40, -1, 5000])
 
 
@@ -75,6 +75,8 @@ def by_reference(codec: Codec, row: Floats) -> Floats:
         return bits.view(np.float32)
     if isinstance(codec, Float16):
         return np.asarray(np.frombuffer(data, "<f2").astype(np.float32) / np.float32(codec.scale))
+    if isinstance(codec, Int2):
+        return two_bits(codec, data, size)
     assert isinstance(codec, Int8 | Int4 | Sign)
     blocks = math.ceil(size / codec.block)
     scales = np.repeat(np.frombuffer(data[: 4 * blocks], "<f4"), codec.block)[:size]
@@ -88,17 +90,29 @@ def by_reference(codec: Codec, row: Floats) -> Floats:
     return np.asarray((((nibbles ^ 8) - 8).astype(np.float32)) * scales)
 
 
+def two_bits(codec: Int2, data: bytes, size: int) -> Floats:
+    """What `reference.int2` stands for."""
+    count = math.ceil(size / codec.block)
+    halves = np.frombuffer(data[: 4 * count], "<u2").astype(np.uint32) << np.uint32(16)
+    levels, found = halves.view(np.float32).reshape(count, 2), []
+    for place in range(size):
+        code = data[4 * count + place // 4] >> 2 * (place % 4)
+        level = levels[place // codec.block, code % 2]
+        found.append(-level if code & 2 else level)
+    return np.array(found, np.float32)
+
+
 def rows_by_reference(codec: Codec, rows: Floats) -> Floats:
     return np.array([by_reference(codec, row) for row in rows])
 
 
 def drawn(codec: Codec) -> bool:
-    return isinstance(codec, Int8 | Int4)
+    return isinstance(codec, Int8 | Int4 | Int2)
 
 
-def levels(codec: Int8 | Int4, rows: Floats) -> Floats:
-    """How large one level is, for each value."""
-    most, found = 127 if isinstance(codec, Int8) else 7, np.empty_like(rows)
+def levels(codec: Int8 | Int4 | Int2, rows: Floats) -> Floats:
+    """How large one level is, for each value; of two bits at most so large."""
+    most, found = {Int8: 127, Int4: 7, Int2: 0.5}[type(codec)], np.empty_like(rows)
     for row, into in zip(rows, found, strict=True):
         for at in range(0, row.size, codec.block):
             part = np.s_[at : at + codec.block]
@@ -147,6 +161,9 @@ def test_gradients_arrive_as_they_are_decoded(
     if drawn(codec):
         level = levels(codec, gradients)  # type: ignore[arg-type]
         assert (np.abs(found - gradients) <= level * (1 + 1e-5)).all()
+        if isinstance(codec, Int2):
+            are_drawn_levels(found, gradients)
+            return
         nearest = rows_by_reference(codec, gradients)
         whole = (found - nearest) / level
         np.testing.assert_allclose(whole, np.rint(whole), atol=1e-3)
@@ -154,6 +171,16 @@ def test_gradients_arrive_as_they_are_decoded(
     else:
         np.testing.assert_allclose(found, rows_by_reference(codec, gradients), rtol=1e-6)
     assert sorted(table.keys()) == sorted(KEYS)
+
+
+def are_drawn_levels(found: Floats, rows: Floats) -> None:
+    """Whether each size is the mean one of its row or the largest, to within bfloat16, and the one
+    that is further away at times."""
+    low, high = np.abs(rows).mean(axis=1)[:, None], np.abs(rows).max(axis=1)[:, None]
+    to_low, to_high = np.abs(np.abs(found) / low - 1), np.abs(np.abs(found) / high - 1)
+    assert (np.minimum(to_low, to_high) < 1 / 128).all()
+    outer = np.abs(rows) > (low + high) / 2
+    assert ((to_high < 1 / 128) != outer).any()
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -455,7 +482,7 @@ def test_ranks_have_to_give_the_same_codecs(make_cluster: MakeCluster) -> None:
 def test_codecs_that_are_not_for_rows_are_refused(make_cluster: MakeCluster) -> None:
     client = make_cluster().client()
     for options in ({"push": TopK(0.1)}, {"pull": TopK(0.1)}):
-        with pytest.raises(ParamServeError, match=r"ps\.Int4 and ps\.Sign are") as raised:
+        with pytest.raises(ParamServeError, match=r"ps\.Int2 and ps\.Sign are") as raised:
             users(client, **options)
         assert "Applied: no" in str(raised.value)
     with pytest.raises(TypeError, match="push takes a codec"):

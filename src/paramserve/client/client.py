@@ -321,9 +321,10 @@ class Client:
                 million. They are a table of their own, `<name> (labels)`, of 192 bytes a string
                 with its index, which `max_bytes` bounds once more.
             push: how gradients are encoded on their way to servers on other hosts, each row by
-                itself, as in `push=ps.Int8()`: `ps.BFloat16`, `ps.Float16`, `ps.Int8`, `ps.Int4` or
-                `ps.Sign`. `ps.Int8` and `ps.Int4` round at random, so that the mean is right, and
-                no residual is kept: `rounding` and `feedback` of the codec say nothing here.
+                itself, as in `push=ps.Int8()`: `ps.BFloat16`, `ps.Float16`, `ps.Int8`, `ps.Int4`,
+                `ps.Int2` or `ps.Sign`. `ps.Int8`, `ps.Int4` and `ps.Int2` round at random, so that
+                the mean is right, and no residual is kept: `rounding` and `feedback` of the codec
+                say nothing here.
             pull: the same for rows that are pulled, as in `pull=ps.BFloat16()`: they come rounded
                 to the nearest. What is read otherwise (`scan`, files, checkpoints) does not, nor
                 what `job.table` reads. With either codec, keys travel as their distances.

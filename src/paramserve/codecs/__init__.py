@@ -1,7 +1,7 @@
 """Codecs: how gradients and values are encoded on the wire between hosts."""
 
 from paramserve.codecs.base import Codec, Feedback
-from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
+from paramserve.codecs.built_in import BFloat16, Float16, Int2, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
 from paramserve.codecs.delta import Delta
 from paramserve.codecs.low_rank import PowerSGD
@@ -14,6 +14,7 @@ __all__ = [
     "Delta",
     "Feedback",
     "Float16",
+    "Int2",
     "Int4",
     "Int8",
     "PowerSGD",

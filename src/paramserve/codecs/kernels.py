@@ -205,6 +205,182 @@ def from_int4(data: Array, scales: Array, out: Array, block: int) -> None:
             found[2 * pairs] = signed(bytes_of[pairs] & np.uint8(15)) * scale
 
 
+OUTER = 1.2303
+"""Times the mean size: where the outer of four levels begins, for values of a normal distribution
+0.9816 times the standard deviation (Max, *Quantizing for Minimum Distortion*, 1960), which is
+sqrt(pi / 2) times the mean size."""
+PARTS = np.float32(65535.0)
+"""Of the largest size of a block, in which sizes are added up: whole numbers, so that their sum
+depends on no order, and is below 2**32 for the largest block."""
+MAGIC_BITS = U(0x4B400000)
+TOP = np.int32(1 << 24)
+
+
+@inlined
+def parts_of(value: Any, factor: Any) -> Any:
+    """A size as a whole number of parts of the largest."""
+    return U(U(np.int32(reinterpreted(abs(value) * factor + MAGIC))) - MAGIC_BITS)
+
+
+@inlined
+def nearest_half(value: Any) -> Any:
+    """The bits of a finite float32, not below 0, rounded to bfloat16: see `to_bfloat16`."""
+    b = U(np.int32(reinterpreted(value)))
+    r = U(U(b + U(0x7FFF) + U(U(b >> U(16)) & U(1))) >> U(16))
+    return r if r < BFLOAT_INF else BFLOAT_MAX
+
+
+@inlined
+def lower_half(value: Any) -> Any:
+    """The same, rounded down."""
+    return U(U(np.int32(reinterpreted(value))) >> U(16))
+
+
+@inlined
+def upper_half(value: Any) -> Any:
+    """The same, rounded up."""
+    b = U(np.int32(reinterpreted(value)))
+    r = U(U(b + U(0xFFFF)) >> U(16))
+    return r if r < BFLOAT_INF else BFLOAT_MAX
+
+
+@inlined
+def of_half(bits: Any) -> Any:
+    """The float32 that 16 bits of bfloat16 are."""
+    return reinterpreted(np.int32(U(U(bits) << U(16))))
+
+
+@inlined
+def total_of(values: Array, factor: Any) -> Any:
+    """All sizes, in parts."""
+    total = U(0)
+    for i in range(values.size):
+        total = U(total + parts_of(values[i], factor))
+    return total
+
+
+@inlined
+def means_of(values: Array, factor: Any, largest: Any) -> Any:
+    """The mean of the sizes that are small, and that of the others, as the bits of a bfloat16
+    each. Where there are no others, both are the same."""
+    total = total_of(values, factor)
+    limit = U(np.int64(np.float64(total) * OUTER / values.size))
+    above, others = U(0), U(0)
+    for i in range(values.size):
+        parts = parts_of(values[i], factor)
+        above = U(above + (parts if parts > limit else U(0)))
+        others = U(others + (U(1) if parts > limit else U(0)))
+    part = np.float64(largest) / np.float64(PARTS)
+    few = np.float64(U(total - above)) / np.float64(U(U(values.size) - others))
+    inner = outer = nearest_half(np.float32(few * part))
+    if others > U(0):
+        outer = nearest_half(np.float32(np.float64(above) / np.float64(others) * part))
+    return inner, outer
+
+
+@inlined
+def pair(value: Any, limit: Any) -> Any:
+    """Two bits: whether the level is the outer one, and whether it is below 0."""
+    return U(U(2) if value < ZERO else U(0)) | U(U(1) if abs(value) > limit else U(0))
+
+
+@inlined
+def drawn_pair(value: Any, inner: Any, outer: Any, seed: Any, i: Any) -> Any:
+    """The same, of one of the two levels around the value; drawn so that the mean is the value.
+    One beyond the outer level has that, with its sign."""
+    draw = np.int32(U(hashed(seed, i) >> U(8)))
+    centred = np.float32(np.int32(np.int32(draw + draw) + np.int32(1)) - TOP) * UNIT  # in (-1, 1)
+    size = abs(value)
+    between = size > inner
+    above = np.float32(draw) * UNIT * (outer - inner) < size - inner
+    below = value < (ZERO if between else centred * inner)
+    return U(U(2) if below else U(0)) | U(U(1) if between & above else U(0))
+
+
+@inlined
+def byte_of(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Four pairs, the first one in the low bits."""
+    return np.uint8(U(a | U(b << U(2))) | U(U(c << U(4)) | U(d << U(6))))
+
+
+@inlined
+def to_pairs(given: Array, bytes_of: Array, limit: Any) -> None:
+    for at in range(given.size // 4):
+        a, b = pair(given[4 * at], limit), pair(given[4 * at + 1], limit)
+        c, d = pair(given[4 * at + 2], limit), pair(given[4 * at + 3], limit)
+        bytes_of[at] = byte_of(a, b, c, d)
+    first, bits = given.size & ~3, U(0)
+    for i in range(given.size & 3):
+        bits = U(bits | U(pair(given[first + i], limit) << U(2 * i)))
+    if given.size & 3:
+        bytes_of[first // 4] = np.uint8(bits)
+
+
+@inlined
+def to_drawn_pairs(given: Array, bytes_of: Array, inner: Any, outer: Any, seed: Any) -> None:
+    for at in range(given.size // 4):
+        a = drawn_pair(given[4 * at], inner, outer, seed, 4 * at)
+        b = drawn_pair(given[4 * at + 1], inner, outer, seed, 4 * at + 1)
+        c = drawn_pair(given[4 * at + 2], inner, outer, seed, 4 * at + 2)
+        d = drawn_pair(given[4 * at + 3], inner, outer, seed, 4 * at + 3)
+        bytes_of[at] = byte_of(a, b, c, d)
+    first, bits = given.size & ~3, U(0)
+    for i in range(given.size & 3):
+        code = drawn_pair(given[first + i], inner, outer, seed, first + i)
+        bits = U(bits | U(code << U(2 * i)))
+    if given.size & 3:
+        bytes_of[first // 4] = np.uint8(bits)
+
+
+@kernel
+def to_int2(values: Array, scales: Array, out: Array, block: int, random: int, seed: int) -> None:
+    """Two levels for each block, the bits of two bfloat16 as one float32, the inner one's low; and
+    one byte for four values, the first one's in the low bits. A block is a multiple of 4."""
+    for number in range(scales.size):
+        start = number * block
+        given, bytes_of = values[start : start + block], out[start // 4 :]
+        largest = largest_of(given)
+        factor = steps_of(largest, PARTS)
+        if random:
+            part = np.float64(largest) / np.float64(PARTS)
+            mean = np.float64(total_of(given, factor)) / given.size * part
+            low, high = lower_half(np.float32(mean)), upper_half(largest)
+            high = high if factor > ZERO else U(0)
+        else:
+            low, high = means_of(given, factor, largest)
+        scales[number] = reinterpreted(np.int32(U(low | U(high << U(16)))))
+        inner, outer = of_half(low), of_half(high)
+        if random:
+            to_drawn_pairs(given, bytes_of, inner, outer, U(seed + start))
+        else:
+            to_pairs(given, bytes_of, HALF * inner + HALF * outer)
+
+
+@inlined
+def level(code: Any, inner: Any, outer: Any) -> Any:
+    """What two bits stand for; the levels are given as bits."""
+    size = outer if U(code) & U(1) else inner
+    return reinterpreted(np.int32(U(size | U(U(U(code) & U(2)) << U(30)))))
+
+
+@kernel
+def from_int2(data: Array, scales: Array, out: Array, block: int) -> None:
+    for number in range(scales.size):
+        start = number * block
+        bytes_of, found = data[start // 4 :], out[start : start + block]
+        both = U(np.int32(reinterpreted(scales[number])))
+        inner, outer = U(both << U(16)), U(both & U(0xFFFF0000))
+        for at in range(found.size // 4):
+            four = bytes_of[at]
+            found[4 * at] = level(four, inner, outer)
+            found[4 * at + 1] = level(four >> np.uint8(2), inner, outer)
+            found[4 * at + 2] = level(four >> np.uint8(4), inner, outer)
+            found[4 * at + 3] = level(four >> np.uint8(6), inner, outer)
+        first = found.size & ~3
+        for i in range(found.size & 3):
+            found[first + i] = level(bytes_of[first // 4] >> np.uint8(2 * i), inner, outer)
+
+
 @kernel
 def to_signs(values: Array, scales: Array, out: Array, block: int) -> None:
     """The mean size of each block, and one bit for each value, set where it is below 0. A block is
@@ -354,6 +530,8 @@ KERNELS: Kernels = {
     from_int8: (READ_BYTES, READ_FLOATS, FLOATS, INT),
     to_int4: (READ_FLOATS, FLOATS, BYTES, INT, INT, INT),
     from_int4: (READ_BYTES, READ_FLOATS, FLOATS, INT),
+    to_int2: (READ_FLOATS, FLOATS, BYTES, INT, INT, INT),
+    from_int2: (READ_BYTES, READ_FLOATS, FLOATS, INT),
     to_signs: (READ_FLOATS, FLOATS, BYTES, INT),
     from_signs: (READ_BYTES, READ_FLOATS, FLOATS, INT),
     choose_largest: (READ_BITS, INT, BITS, BITS),
@@ -371,6 +549,7 @@ KERNELS: Kernels = {
 
 _to_int8, _from_int8 = inlined(to_int8), inlined(from_int8)
 _to_int4, _from_int4 = inlined(to_int4), inlined(from_int4)
+_to_int2, _from_int2 = inlined(to_int2), inlined(from_int2)
 _to_signs, _from_signs = inlined(to_signs), inlined(from_signs)
 
 
@@ -416,6 +595,28 @@ def rows_from_int4(data: Array, scales: Array, out: Array, dim: int, block: int)
         at, first, byte = row * dim, row * blocks, row * width
         own = scales[first : first + blocks]
         _from_int4(data[byte : byte + width], own, out[at : at + dim], block)
+
+
+@kernel
+def rows_to_int2(
+    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+) -> None:
+    values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
+    blocks, width = -(-dim // block), -(-dim // 4)
+    for row in range(values.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        given, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int2(given, own, out[byte : byte + width], block, drawn, seed + at)
+
+
+@kernel
+def rows_from_int2(data: Array, scales: Array, out: Array, dim: int, block: int) -> None:
+    data, scales, out = borrowed(data), borrowed(scales), borrowed(out)
+    blocks, width = -(-dim // block), -(-dim // 4)
+    for row in range(out.size // dim):
+        at, first, byte = row * dim, row * blocks, row * width
+        own = scales[first : first + blocks]
+        _from_int2(data[byte : byte + width], own, out[at : at + dim], block)
 
 
 @kernel
@@ -512,6 +713,8 @@ KERNELS = {
     rows_from_int8: DECODES_ROWS,
     rows_to_int4: (*ENCODES_ROWS, INT, INT),
     rows_from_int4: DECODES_ROWS,
+    rows_to_int2: (*ENCODES_ROWS, INT, INT),
+    rows_from_int2: DECODES_ROWS,
     rows_to_signs: ENCODES_ROWS,
     rows_from_signs: DECODES_ROWS,
     key_gaps_bytes: (READ_KEYS, INT),

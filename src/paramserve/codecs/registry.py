@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paramserve.codecs.base import Codec, Feedback
-from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
+from paramserve.codecs.built_in import BFloat16, Float16, Int2, Int4, Int8, Sign
 from paramserve.codecs.custom import CustomCodec
 from paramserve.codecs.delta import Delta
 from paramserve.codecs.low_rank import PowerSGD
@@ -18,7 +18,10 @@ from paramserve.config import CodecSpec
 from paramserve.errors import UnknownCodec
 from paramserve.rules.registry import check_frozen, check_signature
 
-_KINDS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
+_KINDS: tuple[type[Codec], ...] = (
+    *(BFloat16, Float16, Int8, Int4, Int2, Sign),
+    *(TopK, RandomK, PowerSGD),
+)
 BUILT_IN: Mapping[str, type[Codec]] = MappingProxyType(
     {kind.__name__: kind for kind in _KINDS} | {Delta.__name__: Delta}
 )

@@ -5,14 +5,15 @@ has no more values than that, it is one block. So what is decoded of a row depen
 rows beside it nor on which server holds it; where something is drawn, only the draw does.
 
 A codec that leaves values out needs a residual (`client.encoding`), and that of a table's rows
-would grow with the table, on each worker. So these codecs are not for rows, and whole multiples of
-a scale are rounded at random where gradients are encoded, which leaves their mean as it is:
-Alistarh et al., QSGD, 2017.
+would grow with the table, on each worker. So these codecs are not for rows, and what is rounded to
+one of a few levels is rounded at random where gradients are encoded, which leaves their mean as it
+is: Alistarh et al., QSGD, 2017.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from paramserve.codecs.built_in import (
     BFloat16,
     Blockwise,
     Float16,
+    Int2,
     Int4,
     Int8,
     Integers,
@@ -30,7 +32,16 @@ from paramserve.codecs.built_in import (
 )
 from paramserve.codecs.compiled import codec_kernels
 
-FOR_ROWS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Sign)
+FOR_ROWS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Int2, Sign)
+KERNELS: Mapping[type[Codec], tuple[str, str]] = MappingProxyType(
+    {
+        Int8: ("rows_to_int8", "rows_from_int8"),
+        Int4: ("rows_to_int4", "rows_from_int4"),
+        Int2: ("rows_to_int2", "rows_from_int2"),
+        Sign: ("rows_to_signs", "rows_from_signs"),
+    }
+)
+"""What encodes, and what decodes."""
 
 
 def why_not_rows(codec: Codec) -> str | None:
@@ -47,7 +58,7 @@ class RowCodec:
     Args:
         codec: None: they stay float32.
         dim: values of a row.
-        drawn: whether whole multiples of a scale are rounded at random, whatever the codec's own
+        drawn: whether what the codec rounds to a few levels is rounded at random, whatever its own
             rounding; else to the nearest.
     Raises:
         ValueError: the codec is not for rows.
@@ -81,14 +92,9 @@ class RowCodec:
             codec.encode(values, out, seed)
         else:
             scales, rest = self._parts(codec, out)
-            kernels, shape = codec_kernels(), (self._dim, codec.block)
-            if isinstance(codec, Integers):
-                kernel: Any = kernels.rows_to_int8
-                if isinstance(codec, Int4):
-                    kernel = kernels.rows_to_int4
-                kernel(values, scales, rest, *shape, int(self._drawn), seed & 0xFFFFFFFF)
-            else:
-                kernels.rows_to_signs(values, scales, rest, *shape)
+            kernel: Any = getattr(codec_kernels(), KERNELS[type(codec)][0])
+            drawn = (int(self._drawn), seed & 0xFFFFFFFF) if isinstance(codec, Integers) else ()
+            kernel(values, scales, rest, self._dim, codec.block, *drawn)
 
     def decode(self, data: Bytes, out: Floats) -> None:
         """Decode into [rows * dim].
@@ -107,14 +113,8 @@ class RowCodec:
             codec.decode(data, out)
         else:
             scales, rest = self._parts(codec, data)
-            if scales.size and not (scales.min() >= 0.0 and scales.max() < math.inf):
-                raise ValueError(f"a scale of ps.{codec.name} is negative, NaN or Inf")
-            kernels = codec_kernels()
-            kernel: Any = kernels.rows_from_signs
-            if isinstance(codec, Integers):
-                kernel = kernels.rows_from_int8
-                if isinstance(codec, Int4):
-                    kernel = kernels.rows_from_int4
+            codec.check_scales(scales)
+            kernel: Any = getattr(codec_kernels(), KERNELS[type(codec)][1])
             kernel(rest, scales, out, self._dim, codec.block)
 
     def _parts(self, codec: Blockwise, data: Bytes) -> tuple[Floats, Bytes]:

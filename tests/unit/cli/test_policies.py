@@ -8,7 +8,7 @@ import click
 import pytest
 
 from paramserve.cli.policies import codec_of, in_python, policy_of
-from paramserve.codecs import Codec, Delta, Int4, Int8, Sign, TopK
+from paramserve.codecs import Codec, Delta, Int2, Int4, Int8, Sign, TopK
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -96,6 +96,7 @@ def test_option_without_rules_beside_it_does_not_advise_them() -> None:
     [
         ("int8", Int8()),
         (" int4 ", Int4()),
+        ("int2", Int2()),
         ("topk:0.02", TopK(0.02)),
         ("int4:block=32", Int4(block=32)),
         ("Int4(block=32)", Int4(block=32)),

@@ -65,6 +65,28 @@ def int4(values: Floats, block: int) -> bytes:
     return scales.tobytes() + bytes(low + 16 * high for low, high in pairs)
 
 
+def int2(values: Floats, block: int) -> bytes:
+    levels, pairs = b"", []
+    for part in blocks(values, block):
+        sizes, low, high = np.abs(part), 0.0, 0.0
+        with np.errstate(over="ignore", divide="ignore"):
+            factor = np.float32(65535) / sizes.max()
+        if np.isfinite(factor):
+            numbers = [int(n) for n in np.rint(sizes * factor)]
+            first = 1.2303 * sum(numbers) / len(numbers)
+            small, large = [n for n in numbers if n <= first], [n for n in numbers if n > first]
+            low = sum(small) / len(small) * float(sizes.max()) / 65535
+            high = sum(large) / len(large) * float(sizes.max()) / 65535 if large else low
+        both = bfloat16(np.array([low, high], np.float32))
+        widened = np.frombuffer(both, "<u2").astype("<u4") * 65536
+        low, high = (float(level) for level in widened.view("<f4"))
+        levels += both
+        pairs += [2 * (x < 0) + (abs(float(x)) - low > high - abs(float(x))) for x in part]
+    pairs += [0] * (-len(pairs) % 4)
+    fours = zip(*(pairs[place::4] for place in range(4)), strict=True)
+    return levels + bytes(sum(int(two) * 4**place for place, two in enumerate(f)) for f in fours)
+
+
 def signs(values: Floats, block: int) -> bytes:
     scales = [float(np.abs(part.astype(np.float64)).mean()) for part in blocks(values, block)]
     bits = np.packbits(np.signbit(values), bitorder="little")
@@ -132,6 +154,8 @@ def encoded(codec: Any, values: Floats, seed: int = 0) -> bytes:
             return int8(values, codec.block)
         case "Int4":
             return int4(values, codec.block)
+        case "Int2":
+            return int2(values, codec.block)
         case "Sign":
             return signs(values, codec.block)
     kept = int(np.ceil(codec.ratio * values.size)) if values.size else 0

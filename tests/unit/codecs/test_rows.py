@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.codecs import reference
 
-from paramserve.codecs import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Float16, Int2, Int4, Int8, Sign, TopK
 from paramserve.codecs.keys import ONCE, REPEATED, keys_bytes, order_of, read_keys, write_keys
 from paramserve.codecs.rows import RowCodec, why_not_rows
 from paramserve.compiling import load_codecs
@@ -29,6 +29,8 @@ CODECS = [
     Int8(8),
     Int4(),
     Int4(8),
+    Int2(),
+    Int2(8),
     Sign(),
     Sign(8),
 ]
@@ -90,14 +92,16 @@ def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None, dim: int) ->
 
 
 @pytest.mark.parametrize("dim", [1, 63, 64, 100])
-@pytest.mark.parametrize("codec", [Int8(), Int8(32), Int4(), Int4(rounding="nearest")], ids=repr)
-def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4, dim: int) -> None:
+@pytest.mark.parametrize(
+    "codec", [Int8(), Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr
+)
+def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4 | Int2, dim: int) -> None:
     """The mean of 10,000 draws, within 4 standard errors; a value moves by less than a level."""
     rows, values = RowCodec(codec, dim, drawn=True), normal(3, dim, 1)
     drawn = np.empty((10_000, 3, dim), np.float64)
     for seed in range(len(drawn)):
         drawn[seed] = decode(rows, encode(rows, values, seed), values.shape)
-    most = 127 if isinstance(codec, Int8) else 7
+    most = {Int8: 127, Int4: 7, Int2: 0.5}[type(codec)]
     for row in range(3):
         for at in range(0, dim, codec.block):
             part = np.s_[row, at : at + codec.block]
@@ -146,7 +150,7 @@ def test_any_bytes_are_rows_or_refused(data: bytes, codec: Codec | None, dim: in
         except ValueError:
             continue
         assert count * rows.row_bytes == len(data)
-        if count and isinstance(codec, Int8 | Int4 | Sign):
+        if count and isinstance(codec, Int8 | Int4 | Int2 | Sign):
             assert not np.isnan(found).any()
 
 
@@ -154,8 +158,8 @@ def test_codecs_that_leave_values_out_are_not_for_rows() -> None:
     for codec in (TopK(0.1), OfMine()):
         wrong = why_not_rows(codec)
         assert wrong == (
-            f"{codec!r} is not for rows of a table: ps.BFloat16, ps.Float16, ps.Int8, ps.Int4 and "
-            "ps.Sign are"
+            f"{codec!r} is not for rows of a table: ps.BFloat16, ps.Float16, ps.Int8, ps.Int4, "
+            "ps.Int2 and ps.Sign are"
         )
         with pytest.raises(ValueError, match="is not for rows of a table"):
             RowCodec(codec, 8, drawn=True)

@@ -15,6 +15,7 @@ from paramserve.codecs import (
     CustomCodec,
     Delta,
     Float16,
+    Int2,
     Int4,
     Int8,
     PowerSGD,
@@ -73,6 +74,17 @@ class TestStochasticInt4(TestInt8):
     share = 1 / 7
 
 
+class TestInt2(TestInt8):
+    codec = Int2()
+    share = 1.0
+
+
+class TestStochasticInt2(TestInt8):
+    codec = Int2(rounding="stochastic")
+    unbiased = True
+    share = 2.0
+
+
 class TestSign(TestInt8):
     codec = Sign(8)
     share = 1.0
@@ -107,6 +119,10 @@ class TestTopKOfInt4(CodecSuite):
 
 class TestRandomKOfInt8(TestTopKOfInt4):
     codec = RandomK(0.1) | Int8(8)
+
+
+class TestTopKOfInt2(CodecSuite):
+    codec = TopK(0.01) | Int2()
 
 
 class TestPowerSGD(CodecSuite):
