@@ -15,6 +15,7 @@ from paramserve.config import NO_RANK, CoordinatorConfig
 from paramserve.core.checkpointing import Checkpointing, FileEvent, FileWork
 from paramserve.core.cluster_state import ClusterRecord, ClusterState
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
+from paramserve.core.own_speeds import OwnSpeeds
 from paramserve.core.sent_gradients import SentByRank
 from paramserve.errors import (
     CheckpointError,
@@ -41,6 +42,7 @@ from paramserve.messages import (
     Enlist,
     Enlisted,
     Failed,
+    Fastest,
     Found,
     GiveBack,
     Join,
@@ -65,6 +67,7 @@ from paramserve.messages import (
     ServerBeat,
     ServerNotice,
     Status,
+    TellSpeed,
     WorkerBeat,
     encode,
 )
@@ -214,6 +217,7 @@ class Coordination:
         self._records_max = config.limits.log_records_max * max(1, config.workers)
         self._page_bytes_max = min(STATUS_BYTES_MAX, config.limits.header_bytes_max // 4)
         self._sent = SentByRank()
+        self._speeds = OwnSpeeds()
         self._first_record = 0
         self._lost_records = 0
         self._now = 0.0
@@ -255,9 +259,7 @@ class Coordination:
                 assert self.checkpoints is not None
                 self.checkpoints.worked(event.event, now)
         if self.membership.number != before:
-            members = self.membership.members.values()
-            living = {each.client for each in members if each.state in (LIVE, RETIRING)}
-            self.leases.changed(living, self.membership.number)
+            self.leases.changed(self._living(), self.membership.number)
             self.collectives.changed()
         if self.checkpoints is not None:
             self.checkpoints.look(now, self.can_be_saved)
@@ -267,6 +269,11 @@ class Coordination:
         if self.checkpoints is not None:
             self._pass_on(self.checkpoints)
         return decided
+
+    def _living(self) -> set[int]:
+        """The clients of the ranks that live."""
+        members = self.membership.members.values()
+        return {each.client for each in members if each.state in (LIVE, RETIRING)}
 
     def _pass_on(self, checkpoints: Checkpointing) -> None:
         """Have done what checkpoints need."""
@@ -331,6 +338,8 @@ class Coordination:
             case DatasetSize():
                 member = self._worker_of(party, "made a loader")
                 return self.leases.compare_size(message, member.rank)
+            case TellSpeed():
+                return self._fastest(party, message)
             case GiveBack():
                 self.leases.give_back(message, party.client)
             case Leave():
@@ -417,6 +426,17 @@ class Coordination:
         ]
         workers = self.config.workers
         return self.leases.take(message, party.client, party.rank, sharing, workers)
+
+    def _fastest(self, party: Party, message: TellSpeed) -> Fastest:
+        member = self._worker_of(party, "told how fast it is")
+        if not self.directory.has_group(message.group):
+            raise UnknownName(
+                f"rank {member.rank} told how fast it is in group {message.group!r}, which is not "
+                "defined",
+                fix="define it first, or correct the name",
+            )
+        self._speeds.heard(member.rank, member.client, message)
+        return Fastest(message.call, self._speeds.fastest(message.group, self._living()))
 
     def _worker_of(self, party: Party, what: str) -> Member:
         """The live worker that did this."""
@@ -643,6 +663,7 @@ class Coordination:
             self.config.servers,
             self.checkpoints.report(self._now) if self.checkpoints is not None else None,
             self._sent.report(),
+            self._speeds.report(self._living()),
         )
 
     def _open_collective(self) -> OpenCollective | None:

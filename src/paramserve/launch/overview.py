@@ -24,6 +24,7 @@ from paramserve.messages import (
     MarkDead,
     Members,
     Ok,
+    OwnSpeed,
     Record,
     Refused,
     Scale,
@@ -143,6 +144,11 @@ class Overview:
     def sent(self) -> tuple[tuple[int, SentGradients], ...]:
         """Of each rank, what it told of gradients that it sent encoded."""
         return self.status.sent if self.status is not None else ()
+
+    @property
+    def speeds(self) -> tuple[tuple[int, OwnSpeed], ...]:
+        """Of each rank that lives and scales its own steps, how fast it makes them."""
+        return self.status.speeds if self.status is not None else ()
 
     def tick(self, now: float) -> None:
         """Ask if it is time, and take what has come. A broken line is made anew with a later one;

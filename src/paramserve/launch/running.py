@@ -233,7 +233,7 @@ class Job:
             state=supervisor.state,
             seconds=supervisor.seconds,
             workers=supervisor.roster.worker_states(),
-            groups=by_group(self._beats(), supervisor.overview.sent),
+            groups=by_group(self._beats(), supervisor.overview.sent, supervisor.overview.speeds),
             metrics=dict(supervisor.overview.latest),
             checkpoints=supervisor.checkpoints,
             rollbacks=tuple(supervisor.rollbacks),

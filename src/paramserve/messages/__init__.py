@@ -43,6 +43,7 @@ from paramserve.messages.coordinator import (
     Enlist,
     Enlisted,
     Failed,
+    Fastest,
     Found,
     Join,
     Joined,
@@ -54,6 +55,7 @@ from paramserve.messages.coordinator import (
     Missing,
     Ok,
     OpenCollective,
+    OwnSpeed,
     PassBy,
     PlaceBlock,
     Placed,
@@ -64,6 +66,7 @@ from paramserve.messages.coordinator import (
     SentGradients,
     ServerNotice,
     Status,
+    TellSpeed,
     WorkerBeat,
 )
 from paramserve.messages.leases import (
@@ -258,4 +261,7 @@ __all__ = [
     "Missing",
     "OpenCollective",
     "PassBy",
+    "TellSpeed",
+    "Fastest",
+    "OwnSpeed",
 ]

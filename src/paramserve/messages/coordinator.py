@@ -313,6 +313,31 @@ class AllReduced(Struct, frozen=True, array_like=True, tag="all-reduced"):
     dtype: str = ""
 
 
+class TellSpeed(Struct, frozen=True, array_like=True, tag="speed"):
+    """A worker tells how fast it makes its own steps of a group, without what it waited for, and
+    asks how fast the fastest one does. `steps`: how many it made before its last exchange."""
+
+    call: int
+    group: str
+    steps_per_s: float
+    steps: int
+
+
+class Fastest(Struct, frozen=True, array_like=True, tag="fastest"):
+    """Own steps a second of the fastest worker of the group that lives."""
+
+    call: int
+    steps_per_s: float
+
+
+class OwnSpeed(Struct, frozen=True, array_like=True):
+    """What a worker told last with `TellSpeed`."""
+
+    group: str
+    steps_per_s: float
+    steps: int
+
+
 class AskStatus(Struct, frozen=True, array_like=True, tag="status"):
     """The driver asks how the run stands; records after `after_record` are included, as many as
     one answer takes."""
@@ -350,6 +375,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """None: the cluster writes none."""
     sent: tuple[tuple[int, SentGradients], ...] = ()
     """By rank, what was sent encoded since the coordinator began."""
+    speeds: tuple[tuple[int, OwnSpeed], ...] = ()
+    """By rank that lives, of groups whose workers scale their own steps by their speed."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):
@@ -382,6 +409,7 @@ CoordinatorRequest = (
     | DatasetSize
     | AllReduce
     | PassBy
+    | TellSpeed
     | AskStatus
     | AskCheckpoint
 )
@@ -394,6 +422,7 @@ CoordinatorReply = (
     | Leased
     | SameSize
     | AllReduced
+    | Fastest
     | Status
     | Checkpointed
     | Ok

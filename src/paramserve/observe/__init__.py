@@ -8,6 +8,7 @@ from paramserve.observe.status import (
     GroupStatus,
     RunStatus,
     SentStatus,
+    SpeedStatus,
     Staleness,
     TableStatus,
 )
@@ -20,5 +21,6 @@ __all__ = [
     "Staleness",
     "TableStatus",
     "SentStatus",
+    "SpeedStatus",
     "CheckpointStatus",
 ]

@@ -70,6 +70,8 @@ def _parts(status: Status) -> list[Part]:
         parts.append(_tables(status))
     if status.sent:
         parts.append(_sent(status))
+    if status.speeds:
+        parts.append(_speeds(status))
     if status.leases:
         parts.append(_leases(status))
     return parts
@@ -157,6 +159,13 @@ def _sent(status: Status) -> Part:
         for rank, each in group.sent_by_rank.items():
             sizes = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
             table.add_row(name, str(rank), *sizes, f"{each.residual_norm:.3g}")
+    return table
+
+
+def _speeds(status: Status) -> Part:
+    table = Part("own steps", "group", "rank", "a second", "before the last exchange")
+    for rank, each in sorted(status.speeds, key=lambda told: (told[1].group, told[0])):
+        table.add_row(each.group, str(rank), f"{each.steps_per_s:.3g}", f"{each.steps:,}")
     return table
 
 

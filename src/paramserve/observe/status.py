@@ -11,6 +11,7 @@ from paramserve.messages import (
     GroupPolicy,
     GroupReport,
     LeaseReport,
+    OwnSpeed,
     SentGradients,
     ServerBeat,
     Status,
@@ -80,6 +81,20 @@ class SentStatus:
 
 
 @dataclass(frozen=True)
+class SpeedStatus:
+    """How fast a worker makes its own steps, as of its last exchange.
+
+    Attributes:
+        steps_per_s: without what the worker waits for.
+        steps: before the last exchange: `every`, or as many as its speed is a part of the fastest
+            one's.
+    """
+
+    steps_per_s: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class GroupStatus:
     """One group over all its shards.
 
@@ -101,6 +116,7 @@ class GroupStatus:
         table: what the group's table holds; None: it is a group of tensors.
         sent_by_rank: of each worker that has sent gradients of the group encoded, since the servers
             began: again from 0 where the run has gone back to a checkpoint.
+        speed_by_rank: of each worker that lives, under `ps.AsyncLocalSteps(scale_steps=True)`.
     """
 
     version: int
@@ -116,6 +132,7 @@ class GroupStatus:
     kept_bytes: int = 0
     table: TableStatus | None = None
     sent_by_rank: Mapping[int, SentStatus] = field(default_factory=dict)
+    speed_by_rank: Mapping[int, SpeedStatus] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
@@ -200,12 +217,14 @@ def of_cluster(
     state = "starting" if states == {"starting"} else "running"
     if states and all(member.state in ("left", "dead") for member in told.members):
         state = "finished"
-    groups = by_group(told.servers, told.sent)
+    groups = by_group(told.servers, told.sent, told.speeds)
     return RunStatus(state, told.seconds, workers, groups, dict(metrics), checkpoints)
 
 
 def by_group(
-    beats: Iterable[ServerBeat], sent: Iterable[tuple[int, SentGradients]] = ()
+    beats: Iterable[ServerBeat],
+    sent: Iterable[tuple[int, SentGradients]] = (),
+    speeds: Iterable[tuple[int, OwnSpeed]] = (),
 ) -> dict[str, GroupStatus]:
     """The groups of all shards by name; a group's shards are joined.
 
@@ -213,6 +232,7 @@ def by_group(
 
     Args:
         sent: what each rank told of gradients that it sent encoded.
+        speeds: what each rank told of its own steps.
     """
     reports: dict[str, list[GroupReport]] = {}
     for beat in beats:
@@ -222,8 +242,15 @@ def by_group(
     for rank, told in sent:
         status = SentStatus(told.sent_bytes, told.plain_bytes, told.residual_norm)
         by_rank.setdefault(told.group, {})[rank] = status
+    paces: dict[str, dict[int, SpeedStatus]] = {}
+    for rank, speed in speeds:
+        paces.setdefault(speed.group, {})[rank] = SpeedStatus(speed.steps_per_s, speed.steps)
     return {
-        name: replace(_join(shards), sent_by_rank=by_rank.get(name, {}))
+        name: replace(
+            _join(shards),
+            sent_by_rank=by_rank.get(name, {}),
+            speed_by_rank=paces.get(name, {}),
+        )
         for name, shards in reports.items()
     }
 

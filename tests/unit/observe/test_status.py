@@ -12,6 +12,7 @@ from paramserve.messages import (
     GroupReport,
     LeaseReport,
     Member,
+    OwnSpeed,
     SentGradients,
     ServerBeat,
     Status,
@@ -21,6 +22,7 @@ from paramserve.observe.progress import Progress
 from paramserve.observe.status import (
     RunStatus,
     SentStatus,
+    SpeedStatus,
     Staleness,
     TableStatus,
     by_group,
@@ -54,6 +56,12 @@ def test_group_has_what_each_rank_sent_of_it() -> None:
     assert group.sent_by_rank == {0: SentStatus(10, 40, 0.5), 2: SentStatus(5, 20, 0.25)}
     assert (group.sent_bytes, group.plain_bytes) == (15, 60)
     assert by_group([shard(0, 12, (0, 6, 4, 2))])["model"].sent_bytes == 0
+
+
+def test_group_has_how_fast_each_rank_steps() -> None:
+    speeds = [(0, OwnSpeed("model", 2.5, 12)), (1, OwnSpeed("other", 0.5, 2))]
+    group = by_group([shard(0, 12, (0, 6, 4, 2))], (), speeds)["model"]
+    assert group.speed_by_rank == {0: SpeedStatus(2.5, 12)}
 
 
 def test_group_steps_count_workers_that_have_left() -> None:

@@ -1,0 +1,75 @@
+"""How fast a worker makes its own steps between exchanges, and how fast the fastest one does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from paramserve.errors import ParamServeError
+from paramserve.messages import Fastest, TellSpeed
+
+if TYPE_CHECKING:
+    from paramserve.client.client import Client
+
+TELL_S = 1.0
+"""How long an answer is waited for: a coordinator that is away for a moment holds no training up.
+The exchange is on its way meanwhile."""
+SMOOTHING = 0.3
+"""Weight of the newest steps in the mean time of a step: about the last 3 exchanges count."""
+
+
+class Pace:
+    """Measures the own steps of one group, and compares them with the other workers'.
+
+    What the worker waits for, as the answers of servers, is no part of a step.
+
+    Args:
+        now: seconds; None: the client's clock.
+    Attributes:
+        speed: own steps a second; 0: not known yet.
+        fastest: of the fastest worker that lives, as the coordinator knew it at the last exchange;
+            0: not known.
+    """
+
+    def __init__(self, client: Client, group: str, now: Callable[[], float] | None = None) -> None:
+        self._connection = client.connection
+        self._group = group
+        self._now = now if now is not None else client.steps.now
+        self._since: tuple[float, float] | None = None
+        """When the steps began that are counted, and how long had been waited until then."""
+        self._made = 0
+        self._unmeasured = 0
+        """Own steps before those."""
+        self.speed = 0.0
+        self.fastest = 0.0
+
+    def step(self) -> None:
+        """An own step was made. When the first one began is not known: it does not count."""
+        if self._since is None:
+            self._since, self._unmeasured = (self._now(), self._connection.waited_s), 1
+        else:
+            self._made += 1
+
+    def exchanged(self) -> None:
+        """An exchange was sent: measure the steps before it, and ask for the fastest worker's.
+
+        Where the coordinator does not answer, the fastest worker is as fast as it was.
+        """
+        if self._since is None or not self._made:
+            return
+        busy_s = self._now() - self._since[0] - (self._connection.waited_s - self._since[1])
+        if busy_s > 0.0:
+            new = busy_s / self._made
+            old = 1.0 / self.speed if self.speed else new
+            self.speed = 1.0 / (old + SMOOTHING * (new - old))
+            self._tell()
+        self._since = self._now(), self._connection.waited_s
+        self._made = self._unmeasured = 0
+
+    def _tell(self) -> None:
+        steps = self._unmeasured + self._made
+        message = TellSpeed(0, self._group, self.speed, steps)
+        with contextlib.suppress(ParamServeError):  # who counts as dead learns it from the servers
+            told = self._connection.control.call(message, Fastest, timeout_s=TELL_S, slack_s=0.0)
+            self.fastest = told.steps_per_s
