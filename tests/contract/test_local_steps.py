@@ -3,6 +3,7 @@ against torchft where that is installed."""
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from tests.contract.ranks import Ranks
 
 import paramserve as ps
 from paramserve import Worker
+from paramserve.errors import UnknownName
+from paramserve.messages import AskStatus, Fastest, Status, TellSpeed
 
 EVERY, LR, MOMENTUM = 3, 0.1, 0.9
 ORDER = (0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1)
@@ -120,6 +123,102 @@ def test_what_own_steps_cannot_do_is_refused(
         Learner(worker, **options)
 
 
+# --- step counts by speed -------------------------------------------------------------------------
+
+
+class Paced(Learner):
+    """A learner whose steps take so many seconds each, by a clock of its own."""
+
+    def __init__(self, worker: Worker, step_s: float) -> None:
+        self.time, self.step_s = 0.0, step_s
+        worker.client.steps.now = lambda: self.time
+        super().__init__(worker)
+
+    def step(self) -> None:
+        self.time += self.step_s
+        super().step()
+
+    def until_exchange(self) -> int:
+        """Steps to the end of the next exchange; how many that were."""
+        made, before = 0, self.clock
+        while self.clock == before:
+            self.step()
+            made += 1
+        return made
+
+    @property
+    def clock(self) -> int:
+        adopted: Any = self.optimizer
+        return int(adopted._adopted._client.steps.clocks.get("model", 0))
+
+
+FAST_S, SLOW_S = 1_000.0, 5_000.0
+"""So long that what a test waits for in truth is nothing beside them."""
+
+
+def test_slow_worker_makes_fewer_steps_between_exchanges(make_cluster: MakeCluster) -> None:
+    """Liu et al., 2024: H * v / max(v), rounded down: of 12 steps and a fifth of the speed 2."""
+    policy = ps.AsyncLocalSteps(12, ps.SGD(lr=1.0), scale_steps=True)
+    cluster = make_cluster(workers=3, policy=policy)
+    clients = [cluster.client(rank=rank) for rank in range(3)]
+    fast, slow = Paced(Worker(clients[0], seed=1), FAST_S), Paced(Worker(clients[1], 1), SLOW_S)
+    assert [each.until_exchange() for each in (fast, slow)] == [12, 12], "no speed is known"
+    assert [each.until_exchange() for each in (slow, fast, slow)] == [2, 12, 2]
+
+    slow.step_s = 500.0
+    counts = [slow.until_exchange() for _ in range(15)]
+    assert counts[0] == 2, "it changes at an exchange only"
+    assert counts == sorted(counts), "the mean of the last ones counts"
+    assert counts[-1] == 12
+    assert [fast.until_exchange() for _ in range(2)] == [12, 6], "now it is the slow one"
+    told = dict(speeds(clients[0]))
+    assert [each.steps for each in told.values()] == [6, 12]
+    assert [each.steps_per_s for each in told.values()] == pytest.approx([1e-3, 2e-3], rel=0.1)
+
+    joined = Paced(Worker(clients[2], seed=1), 100.0)
+    joined.until_exchange()
+    assert [slow.until_exchange() for _ in range(2)] == [12, 2], "a faster one has joined"
+    clients[2].connection.control.close()  # its process ends
+    cluster.mark_dead(2)
+    assert [slow.until_exchange() for _ in range(2)] == [2, 12], "and died"
+
+
+def test_scaled_steps_are_at_least_one_and_none_without_the_option(
+    make_cluster: MakeCluster,
+) -> None:
+    for scaled in (False, True):
+        policy = ps.AsyncLocalSteps(4, ps.SGD(lr=1.0), scale_steps=scaled)
+        cluster = make_cluster(workers=2, policy=policy)
+        workers = [Worker(cluster.client(rank=rank), seed=1) for rank in range(2)]
+        fast, slow = Paced(workers[0], 1.0), Paced(workers[1], 1_000.0)
+        counts = [each.until_exchange() for each in (fast, slow, slow, slow, fast)]
+        assert counts == ([4, 4, 1, 1, 4] if scaled else [4] * 5)
+        assert len(speeds(workers[0].client)) == (2 if scaled else 0)
+
+
+def test_speeds_that_are_none_are_refused(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(workers=1, policy=ps.AsyncLocalSteps(2, ps.SGD(lr=1.0)))
+    client = cluster.client(rank=0)
+    Learner(Worker(client, seed=1))
+    for speed, steps in ((0.0, 1), (-1.0, 1), (math.inf, 1), (math.nan, 1), (1.0, 0)):
+        with pytest.raises(ps.ParamServeError, match=r"rank 0 told of .* must be above 0"):
+            tell(client, TellSpeed(0, "model", speed, steps))
+    with pytest.raises(UnknownName, match="in group 'other', which is not defined"):
+        tell(client, TellSpeed(0, "other", 1.0, 1))
+    assert not speeds(client)
+    assert tell(client, TellSpeed(0, "model", 3.0, 1)) == 3.0
+
+
+def speeds(client: Any) -> Any:
+    """By rank, what the coordinator knows."""
+    return client.connection.control.call(AskStatus(0), Status, timeout_s=5.0).speeds
+
+
+def tell(client: Any, message: TellSpeed) -> float:
+    found: Fastest = client.connection.control.call(message, Fastest, timeout_s=5.0)
+    return found.steps_per_s
+
+
 # --- fragments ------------------------------------------------------------------------------------
 
 
@@ -170,7 +269,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def with_servers(make_cluster: MakeCluster, steps: int, **options: Any) -> list[Any]:
+def with_servers(make_cluster: MakeCluster, steps: int, policy: Any, workers: int = 2) -> list[Any]:
     """Each rank's values after each own step."""
 
     def work(worker: Worker) -> list[dict[str, torch.Tensor]]:
@@ -181,11 +280,11 @@ def with_servers(make_cluster: MakeCluster, steps: int, **options: Any) -> list[
             found.append(state_of(model))
         return found
 
-    cluster = make_cluster(servers=2, workers=2, policy=ps.LocalSteps(**options))
+    cluster = make_cluster(servers=2, workers=workers, policy=policy)
     ranks = Ranks(cluster, work)
-    for rank in range(2):
+    for rank in range(workers):
         ranks.start(rank)
-    return [ranks.end()[rank] for rank in range(2)]
+    return [ranks.end()[rank] for rank in range(workers)]
 
 
 def same(ours: Any, theirs: Any) -> None:
@@ -198,9 +297,11 @@ def same(ours: Any, theirs: Any) -> None:
                 )
 
 
-def streaming(steps: int, every: int, fragments: int, delay: int, merge: float) -> list[Any]:
-    """Streaming DiLoCo of two workers as one program."""
-    models = [network() for _ in range(2)]
+def streaming(
+    steps: int, every: int, fragments: int, delay: int, merge: float, workers: int = 2
+) -> list[Any]:
+    """Streaming DiLoCo of some workers as one program."""
+    models = [network() for _ in range(workers)]
     optimizers = [adam(model) for model in models]
     center = network()
     outers = [
@@ -211,7 +312,8 @@ def streaming(steps: int, every: int, fragments: int, delay: int, merge: float) 
     if fragments == 1:
         parts = [[center, *models]]
     starts = [[[p.detach().clone() for p in part.parameters()] for part in row] for row in parts]
-    interval, found, coming = every // fragments, [[], []], None
+    interval, coming = every // fragments, None
+    found: list[Any] = [[] for _ in range(workers)]
     for at in range(steps):
         for rank, model in enumerate(models):
             own_steps(model, optimizers[rank], rank, at)
@@ -219,14 +321,15 @@ def streaming(steps: int, every: int, fragments: int, delay: int, merge: float) 
         if done % interval == 0:
             f = (done // interval - 1) % fragments
             for i, param in enumerate(parts[f][0].parameters()):
-                ends = [list(parts[f][1 + r].parameters())[i].detach() for r in range(2)]
-                param.grad = torch.stack([starts[f][1 + r][i] - ends[r] for r in range(2)]).mean(0)
+                ends = [list(parts[f][1 + r].parameters())[i].detach() for r in range(workers)]
+                changes = [starts[f][1 + r][i] - ends[r] for r in range(workers)]
+                param.grad = torch.stack(changes).mean(0)
             outers[f].step()
             coming = (done + delay, f)
         if coming is not None and coming[0] == done:
             f, coming = coming[1], None
             for i, param in enumerate(parts[f][0].parameters()):
-                for r in range(2):
+                for r in range(workers):
                     starts[f][1 + r][i] = param.detach().clone()
                     own = list(parts[f][1 + r].parameters())[i]
                     own.data = torch.lerp(param.detach(), own.detach(), merge)
@@ -243,8 +346,42 @@ def test_fragments_are_exchanged_as_in_a_plain_program(
     make_cluster: MakeCluster, fragments: int, delay: int, merge: float
 ) -> None:
     options: dict[str, Any] = {"fragments": fragments, "delay": delay, "merge": merge}
-    ours = with_servers(make_cluster, 14, every=4, **options)
+    ours = with_servers(make_cluster, 14, ps.LocalSteps(4, **options))
     same(ours, streaming(14, 4, fragments, delay, merge))
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "merge"), [(1, 2, 0.5), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5)]
+)
+def test_fragments_without_waiting_are_those_of_a_plain_program(
+    make_cluster: MakeCluster, fragments: int, delay: int, merge: float
+) -> None:
+    """Of one worker, whose exchanges no other one's come between."""
+    outer = ps.SGD(0.7, 0.9, nesterov=True)
+    policy = ps.AsyncLocalSteps(4, outer, fragments=fragments, delay=delay, merge=merge)
+    ours = with_servers(make_cluster, 14, policy, workers=1)
+    same(ours, streaming(14, 4, fragments, delay, merge, workers=1))
+
+
+def test_delay_stays_below_scaled_steps(make_cluster: MakeCluster) -> None:
+    """Values that came behind the next exchange would undo the steps that it has to send."""
+    options: dict[str, Any] = {"fragments": 2, "delay": 3, "scale_steps": True}
+    policy = ps.AsyncLocalSteps(8, ps.SGD(lr=1.0), **options)
+    cluster = make_cluster(workers=2, policy=policy)
+    workers = [Worker(cluster.client(rank=rank), seed=1) for rank in range(2)]
+    fast, slow = Paced(workers[0], 1.0), Paced(workers[1], 1_000.0)
+    assert [each.until_exchange() for each in (fast, slow)] == [4, 4]
+    assert [slow.until_exchange() for _ in range(4)] == [1] * 4
+    before, values = slow.values(), center_of(workers[0])
+    for _ in range(2):  # an exchange of each fragment
+        slow.step()
+    assert all((a != b).all() for a, b in zip(before, slow.values(), strict=True))
+    assert all((a != b).any() for a, b in zip(values, center_of(workers[0]), strict=True))
+
+
+def center_of(worker: Worker) -> list[Any]:
+    client = worker.client
+    return [client.dense.fetch(block, 0)[0] for block in client.blocks() if block.size]
 
 
 class Meeting:
@@ -310,7 +447,7 @@ def test_local_steps_are_those_of_torchfts_diloco(
     models = [network() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         theirs = list(threads.map(train, range(2)))
-    same(with_servers(make_cluster, 14, every=4, fragments=fragments, merge=merge), theirs)
+    same(with_servers(make_cluster, 14, ps.LocalSteps(4, fragments=fragments, merge=merge)), theirs)
 
 
 def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeCluster) -> None:
@@ -347,10 +484,16 @@ def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeClu
 def test_schedule_that_does_not_go_up_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ps.LocalSteps(**options)
+    with pytest.raises(ValueError, match=told.replace("LocalSteps", "AsyncLocalSteps")):
+        ps.AsyncLocalSteps(outer=ps.SGD(lr=1.0), **options)
 
 
 def test_more_fragments_than_tensors_are_refused(make_cluster: MakeCluster) -> None:
-    policy = ps.LocalSteps(every=8, fragments=4)
-    worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
-    with pytest.raises(ValueError, match="fragments=4 of LocalSteps, and 'model' has only 2"):
-        Learner(worker)
+    for policy in (
+        ps.LocalSteps(every=8, fragments=4),
+        ps.AsyncLocalSteps(8, ps.SGD(lr=1.0), fragments=4),
+    ):
+        worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
+        told = f"fragments=4 of {type(policy).__name__}, and 'model' has only 2"
+        with pytest.raises(ValueError, match=told):
+            Learner(worker)

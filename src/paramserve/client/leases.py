@@ -348,6 +348,8 @@ class LeasedWork:
         """Batches of the present step."""
         if self._told:
             return self._delivered
+        if self._worker.own_steps:
+            return self._in_own_steps
         return min(self.plan.batches_per_step, len(self._pending))
 
     @property

@@ -370,21 +370,6 @@ class LocalSteps(Sync):
                 "reduce of LocalSteps must be 'mean': its differences are weighted by the samples "
                 f"behind them; not {self.reduce!r}"
             )
-        check_count("fragments of LocalSteps", self.fragments)
-        check_count("delay of LocalSteps", self.delay, least=0)
-        check_number("merge of LocalSteps", self.merge)
-        if self.every % self.fragments:
-            raise ValueError(
-                f"every of LocalSteps must be a multiple of fragments={self.fragments}, each of "
-                f"which is exchanged once in as many own steps, not {self.every}"
-            )
-        if self.delay >= self.steps_per_clock:
-            raise ValueError(
-                f"delay of LocalSteps must be below every / fragments = {self.steps_per_clock}, "
-                f"after which the next exchange is sent, not {self.delay}"
-            )
-        if self.merge >= 1.0:
-            raise ValueError(f"merge of LocalSteps must be below 1, not {self.merge!r}")
 
     @property
     def steps_per_clock(self) -> int:
@@ -401,12 +386,23 @@ class AsyncLocalSteps(Async):
     let them share the data with `shards="dynamic"` of `worker.loader`.
 
     Args:
-        every: own steps between two pushes, at least 1.
+        every: own steps between two pushes, at least 1; with `scale_steps`, of the fastest worker.
         outer: the servers' rule. `ps.DelayedNesterov(pushes=workers)` is what its paper found to
             train as well as `LocalSteps` does; plain momentum amplifies what is stale.
+        fragments, delay, merge: as of `LocalSteps`. Each fragment is applied when it arrives; with
+            `DelayedNesterov` each has `pushes` of its own. The staleness of a push counts from the
+            worker's last exchange, whichever fragment's that was.
+        scale_steps: each worker makes so many of these steps as it does while the fastest one makes
+            all: `every * v / max(v)`, rounded down, at least 1, with v its steps a second. So what
+            a slow worker pushes is no staler than the others'. The number changes at exchanges
+            only, and is `every` until two workers' speeds are known.
         push, pull: as of `LocalSteps`.
     Source: Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv
-        2401.09135). Its number of steps by each worker's speed is not done.
+        2401.09135), whose dynamic local updates are `scale_steps`. The paper trains best with them
+        where speeds differ. They are off here unless asked for: a clock then no longer tells how
+        many steps a worker has made, by which a loader with `shards="static"` finds its place when
+        a worker is started again; and equal workers, whose speeds always differ a little, would
+        make fewer steps than `every`.
     """
 
     on_nonfinite: OnNonFinite = field(default="refuse", kw_only=True)
@@ -415,17 +411,34 @@ class AsyncLocalSteps(Async):
     momentum: Literal["given", "corrected"] = field(default="given", kw_only=True)
     every: int
     outer: Rule
+    fragments: int = field(default=1, kw_only=True)
+    delay: int = field(default=0, kw_only=True)
+    merge: float = field(default=0.0, kw_only=True)
+    scale_steps: bool = field(default=False, kw_only=True)
     push: Codec | None = field(default=None, kw_only=True)
     pull: Codec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_own_steps(self)
+        if not isinstance(self.scale_steps, bool):
+            raise TypeError(
+                f"scale_steps of AsyncLocalSteps is True or False, not {self.scale_steps!r}"
+            )
 
     @property
     def steps_per_clock(self) -> int:
-        """Own steps between two exchanges."""
-        return self.every
+        """Own steps between two exchanges; at most, with `scale_steps`."""
+        return self.every // self.fragments
+
+    def steps_at(self, speed: float, fastest: float) -> int:
+        """Own steps until the next exchange of a worker with this speed.
+
+        Args:
+            speed: steps a second, above 0.
+            fastest: of the fastest worker; another one may be slower than this one by now.
+        """
+        return max(1, int(self.steps_per_clock * min(speed / fastest, 1.0)))
 
 
 def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
@@ -436,12 +449,32 @@ def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
         raise TypeError(
             f"outer of {name} must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
         )
+    _check_fragments(policy)
     for what, codec in (("push", policy.push), ("pull", policy.pull)):
         if codec is not None and not is_built_in_codec(as_codec(codec, what)):
             raise TypeError(
                 f"{what} of {name} is a built-in codec: give one of your own to "
                 f"worker.optimizer(..., {what}=), and register it with codecs=, not {codec!r}"
             )
+
+
+def _check_fragments(policy: LocalSteps | AsyncLocalSteps) -> None:
+    name, every = type(policy).__name__, policy.every
+    check_count(f"fragments of {name}", policy.fragments)
+    check_count(f"delay of {name}", policy.delay, least=0)
+    check_number(f"merge of {name}", policy.merge)
+    if every % policy.fragments:
+        raise ValueError(
+            f"every of {name} must be a multiple of fragments={policy.fragments}, each of which is "
+            f"exchanged once in as many own steps, not {every}"
+        )
+    if policy.delay >= policy.steps_per_clock:
+        raise ValueError(
+            f"delay of {name} must be below every / fragments = {policy.steps_per_clock}, after "
+            f"which the next exchange is sent, not {policy.delay}"
+        )
+    if policy.merge >= 1.0:
+        raise ValueError(f"merge of {name} must be below 1, not {policy.merge!r}")
 
 
 @dataclass(frozen=True)

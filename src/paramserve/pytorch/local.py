@@ -1,7 +1,8 @@
 """Optimizers that step by themselves and meet on the servers, as `ps.LocalSteps` has it.
 
 A worker's own torch optimizer makes the steps, on the worker's own values. After each `every` of
-them there is one exchange, which is one clock of the group. Who waits for whom is the policy's.
+them, or fewer where they are scaled by its speed, there is one exchange, which is one clock of the
+group. Who waits for whom is the policy's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paramserve.client import BlockPush
+from paramserve.client.pace import Pace
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout
@@ -51,6 +53,8 @@ class Local(Adopted[B]):
                 "before. Leave overlap out, or raise every"
             )
         self._policy = policy
+        self.count = self.every
+        """Own steps until the next exchange: fewer than `every` where they are scaled."""
         self.since = 0
         """Own steps since the last exchange."""
         self._samples = 0.0
@@ -108,11 +112,15 @@ class Local(Adopted[B]):
             if grad_scale is not None:
                 unscale(params, reciprocal(grad_scale))
             loss = own_step(self._clipping(params, closure))
-        self._weigh()
         self.since += 1
+        try:
+            self._weigh()
+        except Exception:
+            self.since -= 1
+            raise
         self._schedules.made()
         self._stepped(groups)
-        if self.since >= self.every:
+        if self.since >= self.count:
             with torch.no_grad():
                 self._exchange()
         self._count_step()
@@ -230,10 +238,12 @@ class LocalStepping(Local[StartedBlock]):
         )
         super().__init__(worker, model, coded, policy)
         self._outer = policy.outer
-        self._fragments, self._delay, self._stays = 1, 0, 0.0
-        if isinstance(policy, LocalSteps):
-            self._fragments, self._delay = policy.fragments, policy.delay
-            self._stays = policy.merge
+        self._fragments, self._stays = policy.fragments, policy.merge
+        self._delay = policy.delay
+        """Own steps until the values of the exchange that is on its way come: below `count`."""
+        self._pace: Pace | None = None
+        if isinstance(policy, AsyncLocalSteps) and policy.scale_steps:
+            self._pace = Pace(worker.client, settings.name)
         self._behind = [0.0] * self._fragments
         """Samples behind the own steps since each was sent, until the last exchange."""
         self._changed: set[int] = set()
@@ -250,8 +260,8 @@ class LocalStepping(Local[StartedBlock]):
         super().start(groups, state)
         if len(self._parts) < self._fragments:
             raise ValueError(
-                f"fragments={self._fragments} of LocalSteps, and {self._settings.name!r} has only "
-                f"{len(self._parts)} tensors to exchange"
+                f"fragments={self._fragments} of {type(self._policy).__name__}, and "
+                f"{self._settings.name!r} has only {len(self._parts)} tensors to exchange"
             )
 
     def settle(self) -> None:
@@ -284,6 +294,8 @@ class LocalStepping(Local[StartedBlock]):
 
     def _stepped(self, groups: Sequence[ParamGroup]) -> None:
         self._changed.update(range(self._fragments))
+        if self._pace is not None:
+            self._pace.step()
         if self._sent is not None and self.since == self._delay:
             with torch.no_grad():
                 self._arrive()
@@ -291,8 +303,19 @@ class LocalStepping(Local[StartedBlock]):
     def _exchange(self) -> None:
         clock = self._client.steps.clocks.get(self._settings.name, 0)
         self._exchange_parts({clock % self._fragments})
+        self._scale()
         if not self._delay:
             self._arrive()
+
+    def _scale(self) -> None:
+        """Decide how many own steps come before the next exchange."""
+        pace, policy = self._pace, self._policy
+        if pace is None or not isinstance(policy, AsyncLocalSteps):
+            return
+        pace.exchanged()
+        if pace.speed and pace.fastest:
+            self.count = policy.steps_at(pace.speed, pace.fastest)
+            self._delay = min(policy.delay, self.count - 1)
 
     def _exchange_parts(self, fragments: set[int]) -> None:
         """Send what has changed of these fragments, and ask for their values.

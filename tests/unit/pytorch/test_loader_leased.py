@@ -150,24 +150,28 @@ class FakeWorker:
 
 
 class FakeOwnSteps:
-    """An optimizer of `ps.LocalSteps(every)`: an exchange is a step of the worker's client."""
+    """An optimizer of `ps.LocalSteps(every)`: an exchange is a step of the worker's client.
 
-    def __init__(self, worker: FakeWorker, every: int) -> None:
+    `count`: own steps before one, where they are scaled by the worker's speed.
+    """
+
+    def __init__(self, worker: FakeWorker, every: int, count: int | None = None) -> None:
         self.worker = worker
         self.every = worker.batches_per_step = every
+        self.count = count if count is not None else every
         self.since = 0
         worker.own_steps.append(self)
 
     def step(self) -> None:
         self.since += 1
-        if self.since == self.every:
+        if self.since == self.count:
             self.settle()
 
     def settle(self) -> None:
         if self.since:
-            self.since = 0
             self.worker.events.append("exchange")
             self.worker.client.train()
+            self.since = 0
 
 
 def alone() -> FakeWorker:
@@ -534,6 +538,19 @@ def test_own_steps_with_batches_that_were_drawn_ahead_count(until_done: bool) ->
     for finish in worker.finishers:
         finish()
     assert worker.client.control.cluster.book.reports()[0].ranks == ((0, 10, 10),)
+
+
+def test_scaled_own_steps_take_the_batches_that_they_were_made_with() -> None:
+    """Though more were drawn ahead: were these taken too, they would be lost with the worker."""
+    worker = alone()
+    own = FakeOwnSteps(worker, every=3, count=2)
+    mine = sampler(worker, tensors(40), batch_size=5, **DYNAMIC)
+    loop = iter(mine)
+    drawn = [next(loop) for _ in range(3)]
+    for _ in drawn[:2]:
+        own.step()
+    assert worker.client.marks == [(1, 10)]
+    assert worker.client.weights == [10.0]
 
 
 # --- what a step says -----------------------------------------------------------------------------
