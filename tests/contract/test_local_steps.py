@@ -248,7 +248,8 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 def own_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, at: int) -> None:
     optimizer.zero_grad()
-    model(batch(rank, at)).square().mean().backward()
+    dtype = next(model.parameters()).dtype
+    model(batch(rank, at).to(dtype)).square().mean().backward()
     optimizer.step()
 
 
@@ -265,16 +266,24 @@ def network() -> Network:
     return model
 
 
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
+    if next(model.parameters()).dtype == torch.float16:  # in which Adam's eps is 0
+        return torch.optim.SGD(model.parameters(), lr=0.1)
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def with_servers(make_cluster: MakeCluster, steps: int, policy: Any, workers: int = 2) -> list[Any]:
+def with_servers(
+    make_cluster: MakeCluster,
+    steps: int,
+    policy: Any,
+    workers: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> list[Any]:
     """Each rank's values after each own step."""
 
     def work(worker: Worker) -> list[dict[str, torch.Tensor]]:
-        model, found = network(), []
-        optimizer = worker.optimizer(model, adam(model))
+        model, found = network().to(dtype), []
+        optimizer = worker.optimizer(model, inner(model))
         for at in range(steps):
             own_steps(model, optimizer, worker.rank, at)
             found.append(state_of(model))
@@ -298,12 +307,18 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 def streaming(
-    steps: int, every: int, fragments: int, delay: int, merge: float, workers: int = 2
+    steps: int,
+    every: int,
+    fragments: int,
+    delay: int,
+    merge: float,
+    workers: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Any]:
-    """Streaming DiLoCo of some workers as one program."""
-    models = [network() for _ in range(workers)]
-    optimizers = [adam(model) for model in models]
-    center = network()
+    """Streaming DiLoCo of some workers as one program, whose center is float32."""
+    models = [network().to(dtype) for _ in range(workers)]
+    optimizers = [inner(model) for model in models]
+    center = network().to(dtype).float()
     outers = [
         torch.optim.SGD(half.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         for half in (center.halves if fragments == 2 else [center])
@@ -323,16 +338,17 @@ def streaming(
             for i, param in enumerate(parts[f][0].parameters()):
                 ends = [list(parts[f][1 + r].parameters())[i].detach() for r in range(workers)]
                 changes = [starts[f][1 + r][i] - ends[r] for r in range(workers)]
-                param.grad = torch.stack(changes).mean(0)
+                param.grad = torch.stack([each.float() for each in changes]).mean(0)
             outers[f].step()
             coming = (done + delay, f)
         if coming is not None and coming[0] == done:
             f, coming = coming[1], None
             for i, param in enumerate(parts[f][0].parameters()):
+                rounded = param.detach().to(dtype, copy=True)
                 for r in range(workers):
-                    starts[f][1 + r][i] = param.detach().clone()
+                    starts[f][1 + r][i] = rounded
                     own = list(parts[f][1 + r].parameters())[i]
-                    own.data = torch.lerp(param.detach(), own.detach(), merge)
+                    own.data = torch.lerp(rounded, own.detach(), merge)
         for rank, model in enumerate(models):
             found[rank].append(state_of(model))
     return found
@@ -361,6 +377,42 @@ def test_fragments_without_waiting_are_those_of_a_plain_program(
     policy = ps.AsyncLocalSteps(4, outer, fragments=fragments, delay=delay, merge=merge)
     ours = with_servers(make_cluster, 14, policy, workers=1)
     same(ours, streaming(14, 4, fragments, delay, merge, workers=1))
+
+
+@pytest.mark.filterwarnings("ignore:with .*LocalSteps the worker's own optimizer")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fragments", "delay", "merge"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5)])
+def test_values_of_16_bits_add_up_in_float32(
+    make_cluster: MakeCluster, dtype: torch.dtype, fragments: int, delay: int, merge: float
+) -> None:
+    """As in the plain program, whose center is float32 and whose models are of 16 bits."""
+    options: dict[str, Any] = {"fragments": fragments, "delay": delay, "merge": merge}
+    ours = with_servers(make_cluster, 14, ps.LocalSteps(4, **options), dtype=dtype)
+    same(ours, streaming(14, 4, fragments, delay, merge, dtype=dtype))
+    alone = ps.AsyncLocalSteps(4, ps.SGD(0.7, 0.9, nesterov=True), **options)
+    ours = with_servers(make_cluster, 14, alone, workers=1, dtype=dtype)
+    same(ours, streaming(14, 4, fragments, delay, merge, workers=1, dtype=dtype))
+
+
+def test_what_rounding_to_16_bits_leaves_out_stays_on_the_servers(
+    make_cluster: MakeCluster,
+) -> None:
+    """Each exchange moves the center by a quarter of a step of 16 bits: were it kept in 16 bits, it
+    would never move."""
+    policy = ps.LocalSteps(1, ps.SGD(lr=0.25))
+    worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
+    model = torch.nn.Linear(2, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    own = torch.optim.SGD(model.parameters(), lr=2.0**-7)
+    with pytest.warns(UserWarning, match=r"LocalSteps .* in torch.bfloat16, as with torch alone"):
+        optimizer = worker.optimizer(model, own)
+    found = []
+    for _ in range(6):
+        model.weight.grad = torch.full_like(model.weight, -1.0)
+        optimizer.step()
+        found.append((model.weight[0, 0].item() - 1.0) * 2**7)
+    assert found == [0, 0, 1, 1, 1, 2], "quarters of a step, rounded to the nearest even"
 
 
 def test_delay_stays_below_scaled_steps(make_cluster: MakeCluster) -> None:
@@ -430,7 +482,7 @@ def test_local_steps_are_those_of_torchfts_diloco(
 
     def train(rank: int) -> list[dict[str, torch.Tensor]]:
         model, found = models[rank], []
-        inner = adam(model)
+        own = inner(model)
         pieces = list(model.halves) if fragments == 2 else [model]
         outers = [
             torch.optim.SGD(piece.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -438,9 +490,9 @@ def test_local_steps_are_those_of_torchfts_diloco(
         ]
         manager: Any = Manager(meeting, rank)
         options: dict[str, Any] = {"sync_every": 4, "fragment_update_alpha": merge}
-        with local_sgd.DiLoCo(manager, pieces, inner, outers, **options):
+        with local_sgd.DiLoCo(manager, pieces, own, outers, **options):
             for at in range(14):
-                own_steps(model, inner, rank, at)
+                own_steps(model, own, rank, at)
                 found.append(state_of(model))
         return found
 
@@ -453,7 +505,7 @@ def test_local_steps_are_those_of_torchfts_diloco(
 def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeCluster) -> None:
     def work(worker: Worker) -> dict[str, torch.Tensor]:
         model = network()
-        optimizer = worker.optimizer(model, adam(model))
+        optimizer = worker.optimizer(model, inner(model))
         for at in range(5):
             own_steps(model, optimizer, worker.rank, at)
         ends.append([state_of(model), worker.client.clock("model")])

@@ -232,6 +232,20 @@ def _check(name: str, param: Tensor) -> None:
         )
 
 
+def check_unscaled(layout: Layout) -> None:
+    """Refuse to unscale gradients of a block.
+
+    Raises:
+        TypeError: they are float16.
+    """
+    if layout.dtype == torch.float16:
+        raise TypeError(
+            f"parameter {layout.names[0]!r} is float16, and GradScaler does not unscale gradients "
+            "of float16: small ones would be lost, and torch refuses it too. Train in bfloat16, "
+            "which needs no scaling, or in float32 with torch.autocast"
+        )
+
+
 class Views:
     """A block's tensors within flat arrays, made once for each place in memory.
 
@@ -368,12 +382,8 @@ class ServedBlock(AdoptedBlock):
             ValueError: a hyper-parameter is out of its range. Nothing was sent.
         """
         hyper = self.hyper.read(groups[self.group] if self.group is not None else None)
-        if unscale is not None and self.layout.dtype == torch.float16:
-            raise TypeError(
-                f"parameter {self.layout.names[0]!r} is float16, and GradScaler does not unscale "
-                "gradients of float16: small ones would be lost, and torch refuses it too. Train "
-                "in bfloat16, which needs no scaling, or in float32 with torch.autocast"
-            )
+        if unscale is not None:
+            check_unscaled(self.layout)
         slot = client.dense.gradient_slot(self.block)
         flat, views = self._views.of(slot)
         gradients = [param.grad for param in self._params]

@@ -21,7 +21,7 @@ from paramserve.client import BlockPush
 from paramserve.client.pace import Pace
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
-from paramserve.pytorch.block import AdoptedBlock, Layout
+from paramserve.pytorch.block import AdoptedBlock, Layout, check_unscaled
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -100,6 +100,7 @@ class Local(Adopted[B]):
             found_inf: not zero, NaN included: this step is left out.
         Raises:
             ValueError: the weight. The own step was made, and does not count.
+            TypeError: gradients are float16 and to be unscaled. No step was made.
             ValueError, RuntimeError: as `Adopted.regroup`. No step was made.
         """
         if self._begins:
@@ -110,6 +111,8 @@ class Local(Adopted[B]):
         if found_inf is None or not bool(found_inf):
             params = [param for group in groups for param in group["params"]]
             if grad_scale is not None:
+                for part in self._parts:
+                    check_unscaled(part.layout)
                 unscale(params, reciprocal(grad_scale))
             loss = own_step(self._clipping(params, closure))
         self.since += 1

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import OWN_STEPS, ElasticAverage
+from paramserve.errors import warn_user
 from paramserve.pytorch.adopted import Adopted, Settings
 from paramserve.pytorch.block import HALVES
 from paramserve.pytorch.embedding import Rows
@@ -341,14 +343,6 @@ def _started(
             f"push and pull encode gradients, or what own steps have changed, and the values that "
             f"come back; with {who} no such thing is sent: leave them out"
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    halves = [each.dtype for each in params if each.requires_grad and each.dtype in HALVES]
-    if isinstance(policy, OWN_STEPS) and dense != "local" and halves:
-        raise TypeError(
-            f"with {type(policy).__name__} the worker makes the steps, and in {halves[0]} it would "
-            "lose small updates: the servers keep float32, the worker does not. Keep what is "
-            "trained in float32 (model.float()), and use torch.autocast"
-        )
     if steps_itself and isinstance(optimizer, RuleOptimizer):
         who = 'dense="local"' if dense == "local" else type(policy).__name__
         raise TypeError(
@@ -360,6 +354,7 @@ def _started(
         hybrid.start(optimizer.param_groups, optimizer.state)
         return hybrid
     if isinstance(policy, OWN_STEPS):
+        _check_halves(optimizer, policy, worker.rank)
         own = local(worker, model, settings, policy)
         own.start(optimizer.param_groups, optimizer.state)
         return own
@@ -367,6 +362,31 @@ def _started(
     served = Served(worker, model, kind, settings)
     served.start(optimizer.param_groups, optimizer.state)
     return served
+
+
+def _check_halves(optimizer: Optimizer, policy: Policy, rank: int) -> None:
+    """Refuse or warn of 16-bit parameters that the worker steps by itself, without masters.
+
+    Raises:
+        TypeError: the policy moves values by small parts of a distance. Nothing was defined.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    halves = [each.dtype for each in params if each.requires_grad and each.dtype in HALVES]
+    if not halves:
+        return
+    if isinstance(policy, ElasticAverage):
+        raise TypeError(
+            f"with ElasticAverage the values move by lr * rho of their distance from the servers', "
+            f"and in {halves[0]} most of these moves are below half a step of 16 bits and would be "
+            "lost. Keep what is trained in float32 (model.float()), and use torch.autocast"
+        )
+    if rank == 0:
+        warn_user(
+            f"with {type(policy).__name__} the worker's own optimizer makes the steps in "
+            f"{halves[0]}, as with torch alone: updates below half a step of 16 bits are lost. "
+            "What the steps have changed adds up in float32 on the servers. Where the loss stops "
+            "falling, keep what is trained in float32 (model.float()), and use torch.autocast"
+        )
 
 
 def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic | Hybrid) -> None:
