@@ -14,7 +14,7 @@ from tests.unit.client.fakes import block_of
 from paramserve.client.encoding import Encoded, Encoder, in_words
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush
-from paramserve.codecs import BFloat16, Codec, Feedback, Int4, Int8, Sign, TopK
+from paramserve.codecs import BFloat16, Codec, Feedback, Int2, Int4, Int8, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.core.client_session import Operation
@@ -114,7 +114,7 @@ def left_of(block: Block, pushes: Sequence[Pushed], decay: float) -> Any:
 @pytest.mark.parametrize("meanwhile", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("decay", [1.0, 0.75])
-@pytest.mark.parametrize("kind", [Int4, Sign, TopK], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Int4, Int2, Sign, TopK], ids=lambda kind: kind.__name__)
 def test_residual_is_that_of_what_was_applied(
     kind: Any, decay: float, window: int, meanwhile: bool
 ) -> None:

@@ -15,6 +15,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
     Async,
+    AsyncLocalSteps,
     Buffered,
     Exponential,
     Inverse,
@@ -77,6 +78,7 @@ def test_policy_with_an_unknown_codec_is_refused_as_that() -> None:
         Sync(timeout_s=Adaptive(factor=3.0)),
         LocalSteps(every=7, outer=Adam(lr=0.3)),
         LocalSteps(every=7, push=Int4(rounding="stochastic"), pull=BFloat16(even_local=True)),
+        AsyncLocalSteps(6, Adam(lr=0.3), fragments=3, delay=1, merge=0.5, scale_steps=True),
     ],
 )
 def test_policy_is_the_same_after_it_has_travelled(policy: Policy) -> None:
