@@ -1,8 +1,8 @@
 """What codecs do to training: the last loss of each, against that of none, with the same seeds.
 
 Two workers train a small transformer on text with AdamW, and a ConvNet on handwritten digits with
-SGD, whose learning rates fall to 0, in one machine: codecs encode here too (`even_local=True`). Loss
-is on what no worker sees, of the servers' values.
+SGD, whose learning rates fall to 0, in one machine: codecs encode here too (`even_local=True`).
+Loss is on what no worker sees, of the servers' values.
 
     python -m benchmarks.codecs_learning --steps 300 --seeds 3
 """
