@@ -40,6 +40,7 @@ from paramserve.messages import (
     Hello,
     Members,
     ServerBeat,
+    ServerEnds,
     WorkerBeat,
     decoder,
     encode,
@@ -61,7 +62,7 @@ something held its loop up."""
 ROLES = frozenset({"join", "register", "driver"})
 """Roles of `Hello` that belong to the coordinator; the others belong to a shard."""
 
-_decode = decoder(CoordinatorRequest | CoordinatorNotice).decode
+_decode = decoder(CoordinatorRequest | CoordinatorNotice | ServerEnds).decode
 
 
 class CoordinatorRole:
@@ -96,6 +97,8 @@ class CoordinatorRole:
         self._next = 1
         self.on_server_lost: Callable[[], None] = lambda: None
         """Called when a server that had registered is lost."""
+        self.on_server_ends: Callable[[int], None] = lambda shard: None
+        """Called when a server that had registered was told to end: its shard."""
         self.on_members: Callable[[Members], None] = lambda members: None
         """Called with every change of the membership."""
         self.on_refused: Callable[[Failed], None] = lambda answer: None
@@ -124,7 +127,10 @@ class CoordinatorRole:
                 f"a header was refused: {error}", fix="run the same version on both sides"
             ) from error
         number = self._numbers[conn]
-        if isinstance(message, WorkerBeat | ServerBeat | CutTaken | CutWritten):
+        if isinstance(message, ServerEnds):
+            if number in self._servers:
+                self.on_server_ends(message.shard)
+        elif isinstance(message, WorkerBeat | ServerBeat | CutTaken | CutWritten):
             self._step(Noticed(number, message))
         else:
             self._step(Called(number, message))

@@ -172,3 +172,30 @@ def test_folder_is_refused_before_anything_listens(servers: Servers, tmp_path: P
         ps.serve("127.0.0.1:0", token_file=servers.token, join="x:1", checkpoint=tmp_path)
     options = ["serve", "--bind", "127.0.0.1:0", "--token-file", servers.token]
     assert main([*options, "--checkpoint-every", "5"]) == 2
+
+
+@pytest.mark.parametrize("order", ["first first", "second first", "second only"])
+def test_servers_that_are_told_to_end_write_a_last_checkpoint_in_any_order(
+    order: str, servers: Servers, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    (first, second), address = servers.pair(workers=1, checkpoint=str(runs), every_s=600.0)
+    with connect(servers, address) as worker:
+        worker.client.define({"w": np.zeros(4)}, rule=ps.Add(), group="model")
+        push(worker, 7)
+    began = time.monotonic()
+    both = [first, second] if order == "first first" else [second, first]
+    for process in both[: 1 if order == "second only" else 2]:
+        process.signal(signal.SIGTERM)
+    if order == "second only":
+        assert "the server of shard 1 was told to end" in first.error()[1]
+    else:
+        first.finish()
+    second.finish()
+    assert time.monotonic() - began < 15.0, "nobody waits for who is gone"
+    again, address = servers.serve(bind=address, workers=1, checkpoint=str(runs))
+    with connect(servers, address) as worker:
+        worker.client.define({"w": np.full(4, 99.0)}, rule=ps.Add(), group="model")
+        np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 7.0))
+    again.signal(signal.SIGTERM)
+    again.finish()

@@ -237,6 +237,10 @@ class _Running:
         """Where this server is reached."""
         self.lost = asyncio.Event()
         """Set when another server of the cluster, whose coordinator this is, is gone."""
+        self.ending = asyncio.Event()
+        """The same when another one was told to end, and waits for this one."""
+        self._ends_first = -1
+        """Its shard."""
         self._reason: ParamServeError | None = None
         """Why this server ends: what it tells its peers."""
 
@@ -248,6 +252,7 @@ class _Running:
         if settings.join is None:
             self.coordinator = await self._coordinate()
             self.coordinator.on_server_lost = self.lost.set
+            self.coordinator.on_server_ends = self._server_ends
             self.coordinator.on_members = self._log.on_members
             self.coordinator.on_refused = self._log.on_refused
             both = _Both(self.coordinator)
@@ -305,16 +310,33 @@ class _Running:
         self.stack.callback(cluster.close)
         settings.feed.start(cluster, ends=False)
 
-    async def write_last_checkpoint(self) -> None:
-        """Save what the cluster has, which is about to end."""
-        coordinator = self.coordinator
+    def _server_ends(self, shard: int) -> None:
+        self._ends_first = shard
+        self.ending.set()
+
+    async def write_last_checkpoint(self) -> ParamServeError | None:
+        """Save what the cluster has, which is about to end; why it was not, if it should have been.
+
+        A server that is not the first waits until that one has.
+        """
+        coordinator, role = self.coordinator, self.role
+        if coordinator is None and role is not None and role.config.checkpoints.folder:
+            role.tell_end()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(role.ended.wait(), LAST_CHECKPOINT_S)
+            return None
         whole = coordinator is not None and coordinator.can_be_saved and not self.lost.is_set()
         if self.settings.recovery is None or not whole:
-            return
+            return None
         try:
             await asyncio.to_thread(self._ask_checkpoint)
         except ParamServeError as error:
-            logger.warning("the last checkpoint was not written: %s", error)
+            return type(error)(
+                f"the last checkpoint was not written: {error.failed}",
+                applied=error.applied,
+                fix=error.fix,
+            )
+        return None
 
     def _ask_checkpoint(self) -> None:
         settings = self.settings
@@ -434,7 +456,12 @@ class _Running:
             ParamServeError: the coordinator of the cluster is.
         """
         assert self.role is not None
-        waiting = (self.role.ended.wait(), self.lost.wait(), self._all_left())
+        waiting = (
+            self.role.ended.wait(),
+            self.lost.wait(),
+            self.ending.wait(),
+            self._all_left(),
+        )
         tasks = [asyncio.create_task(each) for each in waiting]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -442,6 +469,9 @@ class _Running:
             for task in tasks:
                 task.cancel()
         coordinator = self.coordinator
+        if self.ending.is_set():
+            failed = await self.write_last_checkpoint()
+            raise failed if failed is not None else self._ends_with(self._ends_first)
         if coordinator is not None and self.lost.is_set():
             done = self.settings.until_done and coordinator.all_left
             if not done:
@@ -462,6 +492,14 @@ class _Running:
                 applied="unknown",
                 fix="start the cluster again, its first server first",
             )
+
+    def _ends_with(self, shard: int) -> ServerGone:
+        return ServerGone(
+            f"the server of shard {shard} was told to end (SIGTERM or Ctrl-C), and the cluster "
+            "ends with it",
+            applied="unknown",
+            fix=f"start the whole cluster again{self._comes_back}",
+        )
 
     def _saw_all_leave(self) -> bool:
         """Whether the coordinator, before it went, told that all workers had come and left."""
@@ -701,18 +739,19 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
     running = _Running(settings)
+    unsaved: ParamServeError | None = None
     try:
         await running.start()
         if ready is not None:
             ready(running.addresses[-1].removeprefix("tcp:"))
         await running.until_done()
-        await running.write_last_checkpoint()
+        unsaved = await running.write_last_checkpoint()
         running.ends(None)
     except asyncio.CancelledError:
         if not stopped:
             raise
         with contextlib.suppress(asyncio.CancelledError):  # told twice: it ends at once
-            await running.write_last_checkpoint()
+            unsaved = await running.write_last_checkpoint()
         running.ends(None, told=True)
     except ParamServeError as error:
         running.ends(error)
@@ -720,3 +759,5 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
     finally:
         await asyncio.to_thread(settings.feed.close)  # its last report asks this loop
         running.stack.close()
+    if unsaved is not None:
+        raise unsaved

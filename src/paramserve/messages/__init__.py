@@ -64,6 +64,7 @@ from paramserve.messages.coordinator import (
     Register,
     Scale,
     SentGradients,
+    ServerEnds,
     ServerNotice,
     Status,
     TellSpeed,
@@ -137,6 +138,7 @@ Message = (
     | PeerMessage
     | CoordinatorRequest
     | CoordinatorNotice
+    | ServerEnds
     | CoordinatorReply
     | ServerNotice
 )
@@ -261,6 +263,7 @@ __all__ = [
     "Missing",
     "OpenCollective",
     "PassBy",
+    "ServerEnds",
     "TellSpeed",
     "Fastest",
     "OwnSpeed",

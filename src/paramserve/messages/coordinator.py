@@ -313,6 +313,13 @@ class AllReduced(Struct, frozen=True, array_like=True, tag="all-reduced"):
     dtype: str = ""
 
 
+class ServerEnds(Struct, frozen=True, array_like=True, tag="server-ends"):
+    """A server that is not the cluster's first was told to end. It stays until the coordinator has
+    ended, which writes a last checkpoint before, or for as long as such a one may take."""
+
+    shard: int
+
+
 class TellSpeed(Struct, frozen=True, array_like=True, tag="speed"):
     """A worker tells how fast it makes its own steps of a group, without what it waited for, and
     asks how fast the fastest one does. `steps`: how many it made before its last exchange."""

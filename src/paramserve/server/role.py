@@ -51,6 +51,7 @@ from paramserve.messages import (
     Members,
     PeerMessage,
     ServerBeat,
+    ServerEnds,
     ServerNotice,
     ShardRequest,
     Step,
@@ -87,7 +88,7 @@ class Control(Protocol):
 
     def fileno(self) -> int: ...
 
-    def notify(self, message: CoordinatorNotice, /, *, waits: bool) -> bool: ...
+    def notify(self, message: CoordinatorNotice | ServerEnds, /, *, waits: bool) -> bool: ...
 
     def flush(self) -> bool: ...
 
@@ -154,7 +155,7 @@ class ServerRole:
         self._beating: Handle | None = None
         self._restoring = False
         self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
-        self._untold: list[CutTaken | CutWritten] = []
+        self._untold: list[CutTaken | CutWritten | ServerEnds] = []
         """What the coordinator has not taken yet."""
         self._oversize_told = False
         self._closed = False
@@ -432,7 +433,11 @@ class ServerRole:
     def _take_cut(self, notice: BeginCheckpoint) -> None:
         self._happen(CutWanted(notice.checkpoint, notice.full))
 
-    def _tell(self, message: CutTaken | CutWritten) -> None:
+    def tell_end(self) -> None:
+        """Tell the coordinator that this server was told to end, which it does not do yet."""
+        self._tell(ServerEnds(self.config.shard))
+
+    def _tell(self, message: CutTaken | CutWritten | ServerEnds) -> None:
         """Tell the coordinator, now or as soon as it takes it."""
         if self._control is not None:
             self._untold.append(message)

@@ -16,6 +16,7 @@ from paramserve.messages import (
     Hello,
     Reconnect,
     Register,
+    ServerEnds,
     ServerNotice,
     Welcome,
     decoder,
@@ -187,7 +188,7 @@ class VirtualControl:
     def fileno(self) -> int:
         return -1 if self._closed else self.stream.number
 
-    def notify(self, message: CoordinatorNotice, /, *, waits: bool) -> bool:
+    def notify(self, message: CoordinatorNotice | ServerEnds, /, *, waits: bool) -> bool:
         if waits:
             self._loop.freeze_while(self._is_full)
         elif not self.flush():

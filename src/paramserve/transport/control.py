@@ -31,6 +31,7 @@ from paramserve.messages import (
     Hello,
     Reconnect,
     Refused,
+    ServerEnds,
     ServerNotice,
     decoder,
     encode,
@@ -293,7 +294,7 @@ class ControlLink:
 
     def _send(
         self,
-        message: CoordinatorRequest | CoordinatorNotice,
+        message: CoordinatorRequest | CoordinatorNotice | ServerEnds,
         deadline: float,
         *,
         waits: bool = True,
@@ -335,7 +336,7 @@ class ControlLink:
             except RuntimeError:
                 pass
 
-    def notify(self, message: CoordinatorNotice, *, waits: bool = True) -> bool:
+    def notify(self, message: CoordinatorNotice | ServerEnds, *, waits: bool = True) -> bool:
         """Send a heartbeat, also while a call waits for its answer.
 
         Args:
