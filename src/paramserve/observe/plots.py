@@ -8,6 +8,7 @@ from typing import Any
 
 from paramserve.messages import Record
 from paramserve.observe.history import StepRecord
+from paramserve.observe.progress import in_notebook
 
 Curves = Mapping[int, tuple[Sequence[int], Sequence[float]]]
 """By rank: clocks, and a value for each."""
@@ -46,6 +47,8 @@ def figure_of(
         axis.set_ylabel(title)
         axis.legend(fontsize="small")
     axes[-1, 0].set_xlabel("clock: steps of the worker")
+    if in_notebook():
+        pyplot.close(figure)  # else the cell shows it once more than its value does
     return figure
 
 
