@@ -43,6 +43,8 @@ class GroupMembers:
         """How many are at the smallest clock."""
         self._left: dict[int, int] = {}
         """Clocks of ranks that were waited for, and may come back."""
+        self._passed: dict[int, int] = {}
+        """Clocks that each rank has passed over where it began or came back: it made no steps."""
         self._recount(0, {})
 
     def update(self, live: Sequence[int], start: int) -> None:
@@ -74,6 +76,7 @@ class GroupMembers:
         the clock at which it began."""
         self.number, self.joined, self.slowest = number, joined, slowest
         self.clocks, self._left = {}, dict(clocks)
+        self._passed = {rank: by.clock for rank, by in joined.items() if by.clock}
         self._recount(0, {rank: by.clock for rank, by in joined.items()})
 
     def knows(self, rank: int, client: int, seq: int, *, member: bool) -> bool:
@@ -123,6 +126,10 @@ class GroupMembers:
         """(rank, clock) of each rank that is not waited for any more: where it was."""
         return tuple(sorted(each for each in self._left.items() if each[0] not in self.clocks))
 
+    def passed(self) -> tuple[tuple[int, int], ...]:
+        """(rank, clocks) of each rank that has begun or come back at a later clock than its own."""
+        return tuple(sorted(self._passed.items()))
+
     def every_clock(self) -> dict[int, int]:
         """The clocks of all that are waited for, or were."""
         return {**self._left, **self.clocks}
@@ -133,13 +140,15 @@ class GroupMembers:
 
     def _recount(self, start: int, least: Mapping[int, int]) -> None:
         self._left.update(self.clocks)
-        self._set(
-            {
-                rank: max(self.clock_of(rank, start), least.get(rank, 0))
-                for rank in self.live
-                if rank in self.joined
-            }
-        )
+        clocks = {
+            rank: max(self.clock_of(rank, start), least.get(rank, 0))
+            for rank in self.live
+            if rank in self.joined
+        }
+        for rank, clock in clocks.items():
+            if (over := clock - self._left.get(rank, 0)) > 0:
+                self._passed[rank] = self._passed.get(rank, 0) + over
+        self._set(clocks)
 
     def _set(self, clocks: dict[int, int]) -> None:
         self.clocks = clocks

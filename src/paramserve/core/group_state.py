@@ -342,6 +342,7 @@ class GroupState:
             if notes
             else (),
             members.left(),
+            passed=members.passed(),
         )
 
 

@@ -114,6 +114,8 @@ class GroupReport(Struct, frozen=True, array_like=True):
     """(rank, clock) of each rank that is not waited for any more: where it was."""
     saved: tuple[Saved, ...] = ()
     """What one rank has saved; only in answers to an `AskReport` that asks for it."""
+    passed: tuple[tuple[int, int], ...] = ()
+    """(rank, clocks) that a rank made no steps in, because it began, or came back, later."""
 
     @property
     def change(self) -> GroupPolicy | None:

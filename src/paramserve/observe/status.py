@@ -296,12 +296,12 @@ def in_bytes(count: int) -> str:
 
 def _join(shards: list[GroupReport]) -> GroupStatus:
     behind = min(shards, key=lambda report: report.version)
-    clocks = dict(behind.clocks)
+    clocks, passed = dict(behind.clocks), dict(behind.passed)
     dropped = dict(behind.dropped)
     # Workers that have left are in it.
     steps = {rank: pushes + dropped.get(rank, 0) for rank, pushes, _, _ in behind.staleness}
     for rank, clock in clocks.items():
-        steps[rank] = max(clock, steps.get(rank, 0))
+        steps[rank] = max(clock - passed.get(rank, 0), steps.get(rank, 0))
     slowest = min(clocks.values(), default=behind.clock)
     return GroupStatus(
         version=behind.version,

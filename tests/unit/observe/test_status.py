@@ -64,6 +64,19 @@ def test_group_has_how_fast_each_rank_steps() -> None:
     assert group.speed_by_rank == {0: SpeedStatus(2.5, 12)}
 
 
+def test_group_steps_are_those_that_were_made_and_no_clocks_before_a_rank_came() -> None:
+    """Rank 2 came at clock 430, rank 1 came back at 12 where it had been at 7."""
+    report = GroupReport(
+        "model",
+        900,
+        ((0, 440), (1, 15), (2, 433)),
+        0,
+        ((0, 440, 0, 0), (1, 10, 0, 0), (2, 3, 0, 0)),
+        passed=((1, 5), (2, 430)),
+    )
+    assert by_group([ServerBeat(0, (report,))])["model"].steps == 440 + 10 + 3
+
+
 def test_group_steps_count_workers_that_have_left() -> None:
     report = GroupReport("model", 9, ((1, 5),), 2, ((0, 4, 0, 0), (1, 5, 0, 0)))
     group = by_group([ServerBeat(0, (report,))])["model"]
