@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 from collections.abc import Iterator
+from importlib import import_module
 
 import psutil
 import pytest
@@ -24,6 +26,14 @@ def pytest_collection_finish() -> None:
     there are many, and the search for schedulers walks over all objects as they do."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """As in workers: a convolution's sums depend on the number of threads. And two test processes
+    share the cores: torch's threads would spin while they wait for these."""
+    with contextlib.suppress(ImportError):
+        import_module("torch").set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
