@@ -92,7 +92,9 @@ def padded(nbytes: int, to: int = ALIGN) -> int:
     return -(-nbytes // to) * to
 
 
-@pytest.mark.parametrize("codec", [Int4(), Int2(), Int8(), Sign(), TopK(0.1), TopK(0.1) | Int4()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [Int4(), Int2(), Int8(), Sign(), TopK(0.1), TopK(0.1) | Int4()], ids=repr
+)
 def test_readers_follow_and_those_who_come_late_begin_whole(
     make_cluster: MakeCluster, codec: Codec
 ) -> None:

@@ -60,7 +60,6 @@ class Lion(WithBetas):
         for i in range(value.size):
             d, m = c * gradient[i], mean[i]
             way = b1 * m + t1 * d
-            step = rate if way > zero else zero
-            step = -rate if way < zero else step
-            value[i] = left * value[i] - step
+            sign = kind(way > zero) - kind(way < zero)
+            value[i] = left * value[i] - rate * sign
             mean[i] = b2 * m + t2 * d

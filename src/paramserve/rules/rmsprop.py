@@ -99,30 +99,36 @@ class RMSprop(BuiltIn):
         near = new >= kind(0.5)
         way = new - kind(1.0) if near else new
         square, buffer, mean = state[0], state[min(1, len(state) - 1)], state[len(state) - 1]
-        for i in range(value.size):
-            d = c * gradient[i] + wd * value[i]
-            square[i] = old * square[i] + new * d * d
-        if center:
+        if momentum and center:  # five arrays that are written in one loop would be too many
             for i in range(value.size):
                 d = c * gradient[i] + wd * value[i]
+                square[i] = old * square[i] + new * d * d
                 mean[i] = (d if near else mean[i]) + way * (d - mean[i])
-        if momentum and center:
             for i in range(value.size):
                 d = c * gradient[i] + wd * value[i]
-                b = mom * buffer[i] + d / (np.sqrt(square[i] - mean[i] * mean[i]) + e)
-                buffer[i] = b
-                value[i] -= rate * b
+                root = np.sqrt(square[i] - mean[i] * mean[i])
+                buffer[i] = mom * buffer[i] + d / (root + e)
+            for i in range(value.size):
+                value[i] -= rate * buffer[i]
         elif momentum:
             for i in range(value.size):
                 d = c * gradient[i] + wd * value[i]
-                b = mom * buffer[i] + d / (np.sqrt(square[i]) + e)
+                si = old * square[i] + new * d * d
+                b = mom * buffer[i] + d / (np.sqrt(si) + e)
+                square[i] = si
                 buffer[i] = b
                 value[i] -= rate * b
         elif center:
             for i in range(value.size):
                 d = c * gradient[i] + wd * value[i]
-                value[i] -= rate * (d / (np.sqrt(square[i] - mean[i] * mean[i]) + e))
+                si = old * square[i] + new * d * d
+                mi = (d if near else mean[i]) + way * (d - mean[i])
+                square[i] = si
+                mean[i] = mi
+                value[i] -= rate * (d / (np.sqrt(si - mi * mi) + e))
         else:
             for i in range(value.size):
                 d = c * gradient[i] + wd * value[i]
-                value[i] -= rate * (d / (np.sqrt(square[i]) + e))
+                si = old * square[i] + new * d * d
+                square[i] = si
+                value[i] -= rate * (d / (np.sqrt(si) + e))
