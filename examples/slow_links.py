@@ -59,12 +59,14 @@ def ways(every: int, workers: int) -> dict[str, Way]:
     """By name; the first two are what the others are compared with."""
     delayed = ps.DelayedNesterov(lr=0.7, momentum=0.9, pushes=workers)
     local = {"push": ps.Int4(), "pull": ps.BFloat16()}
+    deltas = {"push": ps.Int4(), "pull": ps.Delta(ps.Int4())}
     streams = {"fragments": 5, "delay": max(1, every // 10), "merge": 0.5}
     return {
         "float32 each step": Way(ps.Sync()),
         "bfloat16 each step": Way(ps.Sync(), ps.BFloat16(), ps.BFloat16()),
         "int8 each step": Way(ps.Sync(), ps.Int8(), ps.Int8(block=64)),
         "local steps, int4": Way(ps.LocalSteps(every, OUTER, **local), every=every),
+        "local steps, int4 both ways": Way(ps.LocalSteps(every, OUTER, **deltas), every=every),
         "in fragments, int4": Way(
             ps.LocalSteps(every, OUTER, **streams, **local), every=every // streams["fragments"]
         ),
