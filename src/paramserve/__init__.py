@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.reporters import CSV as CSV
+    from paramserve.reporters import HTML as HTML
     from paramserve.reporters import MLflow as MLflow
     from paramserve.reporters import Prometheus as Prometheus
     from paramserve.reporters import Report as Report
@@ -118,7 +119,7 @@ _NAMES = {
     "observe.checkpoints": "Rollback",
     "launch.reading": "Snapshot",
     "observe.history": "StepRecord",
-    "reporters": "CSV TensorBoard Prometheus WandB MLflow Reporter Report RunInfo",
+    "reporters": "CSV HTML TensorBoard Prometheus WandB MLflow Reporter Report RunInfo",
     "worker": "Worker",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",

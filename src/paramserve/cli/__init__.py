@@ -20,6 +20,7 @@ from paramserve.cli.cluster import COMMANDS, check_out, load_object, save
 from paramserve.cli.doctor import doctor
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
+from paramserve.cli.report import report
 from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
 
@@ -179,7 +180,7 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
-for command in (*COMMANDS, doctor, plan, checkpoints):
+for command in (*COMMANDS, doctor, plan, checkpoints, report):
     cli.add_command(command)
 
 

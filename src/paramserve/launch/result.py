@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import Record, ServerBeat
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.history import StepRecord, StepsTaken
+from paramserve.observe.report import (
+    Curves,
+    Event,
+    RunReport,
+    page,
+    summaries,
+    write,
+)
 from paramserve.observe.status import (
     GroupStatus,
     Staleness,
@@ -27,6 +36,7 @@ from paramserve.observe.status import (
     drops_by_rank,
     samples_by_rank,
 )
+from paramserve.reporters import RunInfo
 from paramserve.worker import Resumed
 
 
@@ -94,6 +104,7 @@ class Result:
         rollbacks: of each time that the run went back to a checkpoint because a server or the
             coordinator had ended, in order. Records of steps that this undid stay in `metrics`.
         checkpoints: how its checkpoints stood at the end; None: it wrote none.
+        run: what it was started with.
     """
 
     returns: Mapping[int, Any]
@@ -115,6 +126,7 @@ class Result:
     steps: Mapping[str, Mapping[int, Sequence[StepRecord]]] = field(default_factory=dict)
     rollbacks: Sequence[Rollback] = ()
     checkpoints: CheckpointStatus | None = None
+    run: RunInfo | None = None
 
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
@@ -153,6 +165,55 @@ class Result:
 
         return figure_of(self.metrics, self.steps)
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write an HTML page of the run: what it was started with, a curve of each name that
+        workers logged, staleness, where the time of a step goes, and what happened to the run.
+
+        The page is one file that needs no network. Each curve has at most some 2,000 points: the
+        lowest and the highest of each part of it. `report_to=[ps.HTML(folder)]` writes the same
+        while the run goes on, and when what happened to it did.
+
+        Args:
+            path: of the file; its folder is made, and a file that is there is replaced.
+        Raises:
+            OSError: it cannot be written.
+        """
+        folder = os.path.dirname(os.path.abspath(path))
+        os.makedirs(folder, exist_ok=True)
+        name = self.run.name if self.run is not None else "run"
+        write(path, page({name: self._report()}).encode())
+
+    def _report(self) -> RunReport:
+        curves = Curves()
+        curves.extend(self.metrics)
+        run = self.run
+        return RunReport(
+            run=run.settings() if run is not None else {"seed": str(self.seed)},
+            versions=run.versions if run is not None else {},
+            state="stopped" if self.stopped else "finished",
+            seconds=self.seconds,
+            curves=curves.kept(),
+            steps=summaries(self.steps, self.groups),
+            step_s=curves.step_s(),
+            events=list(self._events()),
+            dropped_records=self.dropped_records,
+            left_out=len(curves.left_out),
+        )
+
+    def _events(self) -> Iterator[Event]:
+        """What happened to the run, without times: they are not recorded."""
+        for each in self.restarts:
+            text = f"rank {each.rank} was started again: {each.error.failed}"
+            yield Event("restart", text, rank=each.rank, clock=each.clock)
+        for rank, error in self.failures.items():
+            yield Event("death", error.failed, rank=rank)
+        for rollback in self.rollbacks:
+            yield Event("rollback", rollback.line())
+        saved = self.checkpoints
+        if saved is not None and (saved.path or saved.why):
+            text = f"the last of {saved.written}: {saved.told()}"
+            yield Event("checkpoint", text, time_s=max(self.seconds - saved.age_s, 0.0))
+
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """The final values of one group, as a model loads them.
 
@@ -175,6 +236,7 @@ def result_of(
     values: Mapping[str, State],
     beats: Sequence[ServerBeat],
     table_files: Mapping[str, str],
+    run: RunInfo | None,
 ) -> Result:
     """The result of a run that has ended.
 
@@ -183,6 +245,7 @@ def result_of(
         values: what was read of each group when all workers were done.
         beats: what each server said then.
         table_files: what was written of its tables.
+        run: what it was started with.
     """
     status = supervisor.overview.status
     leases = status.leases if status is not None else ()
@@ -203,9 +266,10 @@ def result_of(
         repeated_samples=sum(each.repeated for each in leases),
         table_files=table_files,
         extra_state=dict(supervisor.extra_states),
-        steps=_steps(supervisor),
+        steps=steps_of(supervisor),
         rollbacks=tuple(supervisor.rollbacks),
         checkpoints=supervisor.checkpoints,
+        run=run,
     )
 
 
@@ -230,7 +294,7 @@ def returns_of(workers: Iterable[Entry]) -> tuple[dict[int, Any], WorkerFailed |
     return found, wrong
 
 
-def _steps(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
+def steps_of(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
     """By group and rank; what several incarnations of a rank have told follows each other."""
     found: dict[str, dict[int, list[StepRecord]]] = {}
     for key, kind, body in supervisor.reports:

@@ -41,12 +41,12 @@ from paramserve.launch.reading import (
     as_state_dict,
     is_extra,
 )
-from paramserve.launch.result import Result, result_of, returns_of, unpickled
+from paramserve.launch.result import Result, result_of, returns_of, steps_of, unpickled
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
 from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 from paramserve.observe.status import GroupStatus, RunStatus, by_group, trained_only
-from paramserve.reporters import Feed
+from paramserve.reporters import Feed, RunInfo
 
 logger = logging.getLogger("paramserve")
 
@@ -90,6 +90,7 @@ class Job:
         load_tables: names of those that begin with rows of a file.
         recovery: the checkpoints that it writes and may go on from; None: none.
         feed: its reporters, which are ready.
+        run: what it is started with, for the result.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Job:
         load_tables: Collection[str] = (),
         recovery: Recovery | None = None,
         feed: Feed | None = None,
+        run: RunInfo | None = None,
     ) -> None:
+        self._run = run
         self._feed = feed if feed is not None else Feed((), say)
         self._seed = seed
         self._save_tables = save_tables
@@ -137,7 +140,7 @@ class Job:
         except BaseException:
             self._feed.close()
             raise
-        self._feed.start(self)
+        self._feed.start(self, steps=lambda: steps_of(self._supervisor))
 
     def wait(self) -> Result:
         """Wait for the end of the run.
@@ -529,6 +532,7 @@ class Job:
             values=self._kept.values or {},
             beats=self._beats(),
             table_files=self._kept.table_files,
+            run=self._run,
         )
         return result, supervisor.error if supervisor.error is not None else unread
 

@@ -264,7 +264,7 @@ def run(
             lines are whole in any case. On Ray, Ray puts its own mark there.
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
-            `ps.MLflow(...)`, `ps.CSV(path)`, or your own, see `ps.Reporter`.
+            `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, or your own, see `ps.Reporter`.
         progress: whether a line on standard error says how far the run is, rewritten each second;
             None: on a terminal and in a notebook. True elsewhere: a new line each second.
     Raises:
@@ -387,8 +387,8 @@ def _job(given: _Arguments) -> Job:
     )
     policy = repr(given.consistency) if given.consistency is not None else "Sync(reduce='mean')"
     feed = Feed(given.report_to, say)
-    feed.open(RunInfo(name, workers, given.servers, policy, seed, versions()))
-    return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed)
+    feed.open(run := RunInfo(name, workers, given.servers, policy, seed, versions()))
+    return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed, run)
 
 
 def _hash_seed(seed: int) -> str:

@@ -42,6 +42,12 @@ class CheckpointStatus:
     why: str = ""
     writing: bool = False
 
+    def told(self) -> str:
+        """The last one, and why the last one failed that did, without how old it is."""
+        size = f" ({in_bytes(self.bytes)}, pause {self.pause_s * 1000:.0f} ms)"
+        told = self.path + size if self.path else "none was written"
+        return f"{told}; {self.failed} failed: {self.why}" if self.why else told
+
     def line(self, *, path: bool = False) -> str:
         """In a few words, with the path of the last one if that is asked for."""
         if not self.path:

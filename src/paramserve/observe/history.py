@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -29,6 +30,10 @@ class StepRecord(NamedTuple):
     staleness: int
     waited_s: float
     dropped: bool
+
+
+Steps = Mapping[str, Mapping[int, Sequence[StepRecord]]]
+"""By group and rank."""
 
 
 class StepsTaken(Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ from paramserve.reporters.base import RunInfo as RunInfo
 from paramserve.reporters.base import versions as versions
 from paramserve.reporters.csv import CSV as CSV
 from paramserve.reporters.feeding import Feed as Feed
+from paramserve.reporters.html import HTML as HTML
 from paramserve.reporters.prometheus import Prometheus as Prometheus
 from paramserve.reporters.tensorboard import TensorBoard as TensorBoard
 from paramserve.reporters.trackers import MLflow as MLflow

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from paramserve.messages import Record
+from paramserve.observe.history import Steps
 from paramserve.observe.metrics import Sample
 from paramserve.observe.status import RunStatus
 
@@ -51,6 +52,10 @@ class RunInfo:
         versions = told.pop("versions")
         return told | {f"version_{name}": each for name, each in versions.items()}
 
+    def settings(self) -> dict[str, str]:
+        """In words, without the versions: a seed is more than JavaScript's numbers hold."""
+        return {name: str(each) for name, each in asdict(self).items() if name != "versions"}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -62,6 +67,8 @@ class Report:
         samples: the same as metrics; counters never fall, also where servers were started again.
         records: what workers have logged by `worker.log` since the reporter's last report.
         last: no other report will come.
+        steps: what became of each worker's steps, as `Result.steps`; empty but in the last report
+            of a run.
     """
 
     status: RunStatus
@@ -69,6 +76,7 @@ class Report:
     records: Sequence[Record]
     last: bool = False
     time_s: float = field(default_factory=time.time)
+    steps: Steps = field(default_factory=dict)
 
     @property
     def step(self) -> int:

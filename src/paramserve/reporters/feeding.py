@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from paramserve.errors import ParamServeError
 from paramserve.messages import Record
+from paramserve.observe.history import Steps
 from paramserve.observe.metrics import Monotonic
 from paramserve.observe.progress import ENDED
 from paramserve.observe.status import RunStatus
@@ -58,14 +59,17 @@ class Feed:
                 undo.callback(line.call, "close")
             undo.pop_all()
 
-    def start(self, reported: Reported, *, ends: bool = True) -> None:
+    def start(
+        self, reported: Reported, *, ends: bool = True, steps: Callable[[], Steps] = dict
+    ) -> None:
         """From now on they are told of this run or cluster.
 
         Args:
             ends: whether the last report is of its end; else it is when `close` is called.
+            steps: what became of each worker's steps, for the last report.
         """
         for line in self._lines:
-            line.start(reported, ends)
+            line.start(reported, ends, steps)
         if self._lines:
             name = "paramserve-reports"
             threading.Thread(target=self._watch, name=name, daemon=True).start()
@@ -103,6 +107,7 @@ class _Line:
         self._every_s = every_s
         self._counters = Monotonic()
         self._thread: threading.Thread | None = None
+        self._steps: Callable[[], Steps] = dict
         self._dropped = threading.Lock()
         self._since: float | None = None
         """When the report began that it is at."""
@@ -114,7 +119,8 @@ class _Line:
         if hook is not None:
             hook(*args)
 
-    def start(self, reported: Reported, ends: bool) -> None:
+    def start(self, reported: Reported, ends: bool, steps: Callable[[], Steps]) -> None:
+        self._steps = steps
         self._thread = threading.Thread(
             target=self._follow, args=(reported, ends), name="paramserve-report", daemon=True
         )
@@ -157,7 +163,8 @@ class _Line:
 
     def _next(self, status: RunStatus, ended: bool) -> Report:
         came = [self.records.popleft() for _ in range(len(self.records))]
-        return Report(status, self._counters.taken(status), came, ended)
+        steps = self._steps() if ended else {}
+        return Report(status, self._counters.taken(status), came, ended, steps=steps)
 
     def _drop(self, why: str) -> None:
         if self._dropped.acquire(blocking=False):
