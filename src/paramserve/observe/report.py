@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -126,11 +125,8 @@ class RunReport(Struct):
     format: int = FORMAT
 
 
-class _Point(NamedTuple):
-    number: int
-    clock: int
-    time_s: float
-    value: float
+_Point = tuple[int, int, float, float]
+"""Its number in the curve, clock, seconds since the run's start, and value."""
 
 
 class _Bucket:
@@ -146,12 +142,13 @@ class _Bucket:
 
     def add(self, point: _Point) -> None:
         self.count += 1
-        if not math.isfinite(point.value):
+        value = point[3]
+        if not math.isfinite(value):
             self.odd = self.odd if self.odd is not None else point
             return
-        if self.low is None or point.value < self.low.value:
+        if self.low is None or value < self.low[3]:
             self.low = point
-        if self.high is None or point.value > self.high.value:
+        if self.high is None or value > self.high[3]:
             self.high = point
 
     def merge(self, later: _Bucket) -> None:
@@ -176,15 +173,17 @@ class _Thinned:
         self._last: _Point | None = None
 
     def add(self, clock: int, time_s: float, value: float) -> None:
-        self._last = point = _Point(self.logged, clock, time_s, value)
+        self._last = point = self.logged, clock, time_s, value
         self.logged += 1
         self.not_finite += not math.isfinite(value)
-        if self._buckets[-1].count == self._size:
+        last = self._buckets[-1]
+        if last.count == self._size:
             if len(self._buckets) == self._max:
                 self._halve()
-            if self._buckets[-1].count == self._size:
-                self._buckets.append(_Bucket())
-        self._buckets[-1].add(point)
+                last = self._buckets[-1]
+            if last.count == self._size:
+                self._buckets.append(last := _Bucket())
+        last.add(point)
 
     def _halve(self) -> None:
         for first, second in zip(self._buckets[::2], self._buckets[1::2], strict=False):
@@ -263,9 +262,9 @@ def _curve(name: str, rank: int, points: list[_Point], logged: int, not_finite: 
     return Curve(
         name[:TEXT_MAX],
         rank,
-        [each.clock for each in points],
-        [round(each.time_s, 3) for each in points],
-        [float(f"{each.value:.6g}") if math.isfinite(each.value) else None for each in points],
+        [clock for _, clock, _, _ in points],
+        [round(time_s, 3) for _, _, time_s, _ in points],
+        [float(f"{value:.6g}") if math.isfinite(value) else None for *_, value in points],
         logged,
         not_finite,
     )
