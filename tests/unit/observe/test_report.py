@@ -302,3 +302,43 @@ def test_browser_draws_every_part_without_an_error(tmp_path: Path) -> None:
     assert "2,000 of 3,000" not in document
     assert re.search(r"[\d,]+ of 3,100 points are drawn", document)
     assert "4611686018427387905" in document
+
+
+USED = """<script>
+SVGElement.prototype.setPointerCapture = () => {};  // there is no real pointer
+const told = [], drawn = () => document.body.dataset.drawn;
+const texts = document.getElementById("curves").getElementsByTagName("text");
+const labels = () => [...texts].map((each) => each.textContent);
+const happens = (kind, part) => {
+  const svg = document.querySelector("#curves svg"), box = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent(kind, { clientX: box.left + part * box.width }));
+};
+document.querySelector("#legend button").click();
+told.push(drawn());
+happens("pointermove", 0.5);
+told.push(document.querySelector(".tip").textContent);
+document.querySelector("#legend button").click();
+told.push(drawn());
+const before = labels().join();
+happens("pointerdown", 0.4); happens("pointermove", 0.6); happens("pointerup", 0.6);
+told.push(labels().join() !== before);
+document.getElementById("whole").click();
+told.push(labels().join() === before);
+document.getElementById("metric").value = "0";
+document.getElementById("metric").onchange();
+told.push(drawn());
+document.body.dataset.told = JSON.stringify(told);
+</script></body>"""
+
+
+def test_browser_hides_zooms_and_changes_the_metric(tmp_path: Path) -> None:
+    logged = [*records(50), *records(50, rank=1), Record(1e9, 0, 1, {"accuracy": 0.5})]
+    html = re.sub(r"<meta http-equiv[^>]*>", "", page({"a": run_report(*logged)}))
+    (tmp_path / "used.html").write_text(html.replace("</body>", USED))
+    document, console = opened(tmp_path / "used.html", tmp_path)
+    assert console == ""
+    found = re.search(r'data-told="([^"]*)"', document)
+    assert found is not None
+    hidden, tip, shown, zoomed, whole, other = json.loads(found[1].replace("&quot;", '"'))
+    assert (hidden, shown, zoomed, whole, other) == ("1", "2", True, True, "1")
+    assert re.fullmatch(r"at 2\d\.?\d*rank 1: 0\.\d+ at step 2\d", tip)
