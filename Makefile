@@ -1,4 +1,4 @@
-# make demo | test | test-all | soak | bench | venv | clean
+# make demo | test | test-all | soak | bench | release-check | venv | clean
 #
 # Needs Python 3.11 or newer, make and pip; everything else goes into .venv.
 # Another torch wheel, for example without CUDA:
@@ -14,6 +14,7 @@ SEEDS ?= 10000
 RESUMES ?= 1000
 JOBS ?= 2
 SOAK ?=
+RELEASE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +35,7 @@ QUICK := -m "not slow" $(patsubst %,tests/%,ray learning examples faults contrac
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo lint test test-all soak bench clean
+.PHONY: help venv demo lint test test-all soak bench release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -44,6 +45,8 @@ help:
 	@echo "make soak    simulated clusters, SEEDS=10000 seeds, and RESUMES=1000 of clusters that are lost;"
 	@echo "             SOAK='--first 5000 --policy async'"
 	@echo "make bench   measure against the rivals; the tables of docs/benchmarks.md"
+	@echo "make release-check  build what is committed, and install and run it elsewhere; leaves it in dist/;"
+	@echo "             RELEASE='--core python3.12 --core python3.13 --final'"
 	@echo "make venv    only make .venv"
 	@echo "make clean   remove .venv, caches and runs/"
 
@@ -82,6 +85,10 @@ soak: $(FOR_TEST)
 
 bench: $(FOR_TEST)
 	@$(BIN)/python -m benchmarks $(BENCH)
+
+release-check: $(FOR_TEST)
+	@$(BIN)/python -m tests.deploy.release --python "$(PYTHON)" --torch "$(TORCH)" \
+		--pip-options "$(PIP_OPTIONS)" $(RELEASE)
 
 clean:
 	rm -rf $(VENV) runs build dist src/*.egg-info \

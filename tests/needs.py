@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 EXTRAS = {
+    "hatchling": "dev",
     "pandas": "train",
     "pyarrow": "arrow",
     "pyarrow.parquet": "arrow",
