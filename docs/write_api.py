@@ -3,7 +3,8 @@
 api.md is the index: every public name with the summary of its docstring, and all settings.
 reference.md has all of each docstring: signature, arguments, results, errors, and the methods of
 the objects that users are given. Run `python docs/write_api.py` after a change of a public
-docstring; tests/api/test_docs.py compares the pages with what this writes.
+docstring; tests/api/test_docs.py compares the pages with what this writes. A public name without
+a docstring, and an error that docs/troubleshooting.md does not explain, are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paramserve.pytorch.loader import Loader
 
 PAGE = Path(__file__).with_name("api.md")
 REFERENCE = Path(__file__).with_name("reference.md")
+TROUBLES = Path(__file__).with_name("troubleshooting.md")
 HEADINGS = {
     "launch": "Runs, clusters, servers",
     "worker": "In the training function",
@@ -38,6 +40,13 @@ HEADINGS = {
     "errors": "Errors",
 }
 """By the part of paramserve that defines a name."""
+INTRODUCTIONS = {
+    "errors": (
+        "Cause and cure are those of [Troubleshooting](troubleshooting.md#by-error), one table.",
+        "",
+    )
+}
+"""What stands below a heading of the reference."""
 WITH_MEMBERS = {"launch", "worker", "client", "pytorch", "observe"}
 """Parts whose classes are shown with their methods: users are given such objects."""
 GIVEN = {
@@ -110,8 +119,32 @@ def public_names() -> list[Name]:
         if name not in paramserve.__all__
     ]
     found.append(Name("Loader", Loader, "worker"))  # what `worker.loader` gives
+    missing = sorted(undocumented(found))
+    if missing:
+        raise ValueError(f"public, and without a docstring: {', '.join(missing)}")
     order = list(HEADINGS)
     return sorted(found, key=lambda each: order.index(each.part))
+
+
+def undocumented(names: list[Name]) -> Iterator[str]:
+    """Those that have no docstring of their own, and methods that have none and inherit none, of
+    classes that are shown with their methods."""
+    for name in names:
+        if not callable(name.thing):  # a type or a module: what it is made of has the text
+            continue
+        text = name.thing.__doc__ or ""
+        if not text.strip() or text.startswith(f"{name.thing.__name__}("):  # made by dataclass
+            yield name.written
+        if not _with_members(name):
+            continue
+        for owner in name.thing.__mro__:
+            if not owner.__module__.startswith("paramserve"):
+                continue
+            for member, thing in vars(owner).items():
+                plain = thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing
+                shown = inspect.isfunction(plain) or isinstance(plain, property)
+                if shown and not member.startswith("_") and not inspect.getdoc(plain):
+                    yield f"{name.written}.{member}"
 
 
 def page() -> str:
@@ -138,11 +171,11 @@ def reference() -> str:
             continue
         if name.part != part:
             part = name.part
-            lines += [f"## {HEADINGS[part]}", ""]
+            lines += [f"## {HEADINGS[part]}", "", *INTRODUCTIONS.get(part, ())]
         lines += _entry("###", name.written, name.thing)
-        if inspect.isclass(name.thing) and (
-            part in WITH_MEMBERS or name.thing.__name__ in TO_DERIVE_FROM
-        ):
+        if inspect.isclass(name.thing) and issubclass(name.thing, errors.ParamServeError):
+            lines += _cause_and_cure(name.thing.__name__)
+        if _with_members(name):
             owner = name.thing.__name__
             for member, thing in _members(name.thing):
                 lines += _entry("####", f"{owner}.{member}", thing)
@@ -176,6 +209,13 @@ def _attributes(thing: Any) -> list[str]:
         if isinstance(each, property)
     ]
     return ["**Attributes**", "", *told, ""] if told else []
+
+
+def _with_members(name: Name) -> bool:
+    """Whether a name is a class that is shown with its methods."""
+    return inspect.isclass(name.thing) and (
+        name.part in WITH_MEMBERS or name.thing.__name__ in TO_DERIVE_FROM
+    )
 
 
 def _is_protocol(thing: Any) -> bool:
@@ -248,6 +288,39 @@ def _typed(annotation: Any) -> str:
     annotation = getattr(annotation, "__forward_arg__", annotation)
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:paramserve|typing|collections\.abc)\.(?:\w+\.)*", "", text)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def _cause_and_cure(kind: str) -> list[str]:
+    """What docs/troubleshooting.md says of an error: the row that has its name, and other rows
+    that are about it in one case.
+
+    Raises:
+        ValueError: no row explains it.
+    """
+    table = TROUBLES.read_text().partition("## By error\n")[2].partition("\n## ")[0]
+    rows = [_cells(line) for line in table.splitlines() if line.startswith("|")][2:]
+    own = [each for each in rows if kind in re.findall(r"`(\w+)`(?=,|$)", each[0])]
+    if len(own) != 1:
+        raise ValueError(f"{TROUBLES.name} has {len(own)} rows that explain {kind}, not 1")
+    (_, cause, cure), *_ = own
+    cases = [each for each in rows if each not in own and f"`{kind}`" in each[0]]
+    return [
+        f"**Cause**: {cause}",
+        "",
+        f"**Cure**: {cure}",
+        "",
+        *(f"- {case}: {cause} {cure}" for case, cause, cure in cases),
+        "",
+    ]
+
+
+def _cells(row: str) -> list[str]:
+    """The cells of a row of a table, with links that lead to where they led."""
+    cells = [each.strip() for each in re.split(r"(?<!\\)\|", row.strip().strip("|"))]
+    return [each.replace("](#", f"]({TROUBLES.name}#") for each in cells]
 
 
 # --- docstrings -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Every error that paramserve raises by itself, as a tree by what the caller can do.
 
 `ValueError` and `TypeError` stay for a wrong argument, found before anything is sent.
-An error's text always has the form *what failed. Applied: yes | no | unknown. To fix: ...*
+An error's text always has the form *what failed. Applied: yes | no | unknown. To fix: ... More:
+...*, whose end names the section of the reference with the error's cause and cure.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Applied = Literal["yes", "no", "unknown"]
 USERINFO = re.compile(r"(\w+)://([^/\s]*)@")
 AZURE = re.compile(r"abfss?|az|adl|wasbs?")
 """Protocols whose URLs have the name of a container where others have a user's."""
+REFERENCE = "docs/reference.md"
+"""Where errors send their readers: the page of the repository and of the source distribution."""
 
 
 class ParamServeError(Exception):
@@ -49,7 +52,8 @@ class ParamServeError(Exception):
 
     def __str__(self) -> str:
         end = "\n\n" if "\n" in self.failed else ". "  # below a traceback
-        return f"{self.failed}{end}Applied: {self.applied}. To fix: {self.fix}"
+        told = f"{self.failed}{end}Applied: {self.applied}. To fix: {self.fix}"
+        return f"{told}. More: {REFERENCE}#{section(type(self))}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (type(self).__name__, self.failed, self.applied, self.fix)
@@ -208,6 +212,12 @@ def _tree(root: type[ParamServeError]) -> dict[str, type[ParamServeError]]:
 
 KINDS = _tree(ParamServeError)
 """Errors by name: what a server may send, and all that a client will build from a name."""
+
+
+def section(kind: type[ParamServeError]) -> str:
+    """The anchor in the reference of an error; of a class that is not ours, its nearest base's."""
+    ours = next(each for each in kind.__mro__ if KINDS.get(each.__name__) is each)
+    return f"ps{'' if ours is ParamServeError else 'errors'}{ours.__name__}".lower()
 
 
 def applied_of(text: str) -> Applied:

@@ -92,7 +92,7 @@ def test_error_survives_pickling(kind: str) -> None:
 def test_error_text_says_failed_applied_and_fix() -> None:
     error = errors.ServerGone("push failed: server 1 ended", applied="unknown", fix="start again")
     expected = "push failed: server 1 ended. Applied: unknown. To fix: start again"
-    assert str(error) == expected
+    assert str(error) == f"{expected}. More: docs/reference.md#pserrorsservergone"
 
 
 @pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))

@@ -379,10 +379,60 @@ def test_reference_has_the_whole_docstring_of_every_public_name() -> None:
         assert named in text
 
 
-@pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
-def test_error_is_explained(kind: str) -> None:
-    rows = [line for line in TROUBLES.read_text().splitlines() if line.startswith("| `")]
-    assert any(f"`{kind}`" in row.split("|")[1] for row in rows), f"no row explains {kind}"
+@pytest.mark.parametrize("kind", sorted(errors.KINDS))
+def test_error_has_a_section_with_cause_and_cure_which_its_text_names(kind: str) -> None:
+    text = write_api.REFERENCE.read_text()
+    told = str(errors.KINDS[kind]("it failed", fix="try again"))
+    (anchor,) = re.findall(r" More: docs/reference\.md#([\w-]+)$", told)
+    (section,) = (
+        each for each in text.split("\n### ") if write_api.anchor(each.partition("\n")[0]) == anchor
+    )
+    assert section.startswith(("`ps.errors.", "`ps.ParamServeError"))
+    for part in ("Cause", "Cure"):
+        (words,) = re.findall(rf"^\*\*{part}\*\*: (.+)$", section, re.MULTILINE)
+        assert words in TROUBLES.read_text().replace("](#", "](troubleshooting.md#")
+
+
+def test_error_of_a_users_own_class_names_the_section_of_its_base() -> None:
+    class MyTimeout(errors.PushTimeout):
+        pass
+
+    told = str(MyTimeout("it failed", fix="try again"))
+    assert told == str(errors.PushTimeout("it failed", fix="try again"))
+
+
+def test_pages_are_not_written_with_an_error_that_no_row_explains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fewer = tmp_path / "troubleshooting.md"
+    lines = TROUBLES.read_text().splitlines(keepends=True)
+    fewer.write_text("".join(line for line in lines if not line.startswith("| `RankTaken`")))
+    monkeypatch.setattr(write_api, "TROUBLES", fewer)
+    with pytest.raises(ValueError, match="has 0 rows that explain RankTaken"):
+        write_api.reference()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(paramserve, "run"), (paramserve, "Sync"), (errors.KINDS, "NameTaken")],
+    ids=["function", "dataclass", "error"],
+)
+def test_pages_are_not_written_with_a_name_without_a_docstring(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    thing = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    invented = f"{name}()" if name == "Sync" else ""  # as dataclass makes one
+    monkeypatch.setattr(thing, "__doc__", invented)
+    with pytest.raises(ValueError, match=rf"without a docstring: ps\.(errors\.)?{name}$"):
+        write_api.page()
+
+
+def test_pages_are_not_written_with_a_method_without_a_docstring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paramserve.Worker.log, "__doc__", None)
+    with pytest.raises(ValueError, match=r"without a docstring: ps\.Worker\.log$"):
+        write_api.reference()
 
 
 def test_readme_make_targets_and_variables_exist() -> None:

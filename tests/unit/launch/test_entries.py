@@ -108,7 +108,8 @@ def test_worker_that_raised_is_told_with_one_message_and_its_traceback() -> None
     assert text.count("no batch 3") == text.count("second epoch") == text.count("Applied:") == 1
     assert "test_entries.py" in text
     assert text.endswith(
-        "\n\nApplied: unknown. To fix: fix the training function, or start it again"
+        "\n\nApplied: unknown. To fix: fix the training function, or start it again. "
+        "More: docs/reference.md#pserrorsworkerfailed"
     )
     assert "start it again" not in str(worker_failed(Entry(WORKER, failure=raised(error))))
 
