@@ -106,11 +106,13 @@ def twin_of(shard: Shard, now: float) -> Shard:
 
 
 def state_of(shard: Shard) -> list[GroupReport]:
-    """What a shard reports, without its memory."""
+    """What a shard reports, without its memory, and the clocks passed over by those who came back,
+    which are in no checkpoint."""
     return [
         structs.replace(
             each,
             kept_bytes=0,
+            passed=(),
             table=None if each.table is None else structs.replace(each.table, memory_bytes=0),
         )
         for each in shard.report(notes=True)
