@@ -11,6 +11,7 @@ from paramserve.client import encoding
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.steps import Prepared
 from paramserve.core.client_session import ClientSession, Operation
+from paramserve.core.partition import Block
 from paramserve.messages import Done, ShardRequest
 from paramserve.testing.encoded import EncodedClient, WatchedEncoder
 
@@ -19,12 +20,17 @@ def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a gradient left out is added to the residual once more when it is sent again."""
     to_resend = ClientSession.to_resend
 
+    def again(encoder: Encoder, encoded: Sequence[Encoded]) -> None:
+        for each in encoded:
+            if each.change is not None:
+                encoder._residuals[each.block.id] += each.change
+
     def counts(session: ClientSession) -> list[ShardRequest]:
         for each in session.unanswered:
             answered: Any = each.operation.on_complete
             for sent in getattr(answered, "args", ()):
                 if isinstance(sent, Prepared) and sent.encoded:
-                    Encoder.sent(answered.func.__self__.encoder, sent.encoded)
+                    again(answered.func.__self__.encoder, sent.encoded)
         return to_resend(session)
 
     monkeypatch.setattr(ClientSession, "to_resend", counts)
@@ -72,20 +78,21 @@ def taken_back_on_all_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Encoder, "answered", takes_back)
 
 
-def taken_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not applied is taken back twice."""
-    take_back = Encoder._take_back
+def taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gradient left out that was not applied is taken from the residual, which never had
+    it."""
+    not_applied = Encoder._not_applied
 
-    def twice(encoder: Encoder, *given: Any) -> None:
-        take_back(encoder, *given)
-        take_back(encoder, *given)
+    def takes(encoder: Encoder, block: Block, change: Any, low: int, high: int) -> None:
+        encoder._residuals[block.id][low:high] -= change[low:high]
+        not_applied(encoder, block, change, low, high)
 
-    monkeypatch.setattr(Encoder, "_take_back", twice)
+    monkeypatch.setattr(Encoder, "_not_applied", takes)
 
 
 def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is started again begins with the residual of the incarnation that died, which
-    has what that sent last, applied or not."""
+    counts twice then."""
     begin = EncodedClient._begin_steps
 
     def inherits(client: EncodedClient, joined: Any) -> None:
@@ -95,8 +102,8 @@ def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
             dead = other.encoder
             if other is not client and other.rank == client.rank and dead is not None:
                 assert isinstance(client.steps.encoder, WatchedEncoder)
-                copies = {block: left.copy() for block, left in dead._residuals.items()}
-                client.steps.encoder._residuals |= copies
+                for number, left in dead._residuals.items():
+                    client.steps.encoder.begin(dead._blocks[number], left)
 
     monkeypatch.setattr(EncodedClient, "_begin_steps", inherits)
 
@@ -107,6 +114,6 @@ ALL: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     kept_on_a_refusal,
     lost_on_a_drop,
     taken_back_on_all_shards,
-    taken_back_twice,
+    taken_back,
     inherited_from_the_dead,
 )

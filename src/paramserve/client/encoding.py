@@ -3,12 +3,17 @@
 What a codec has left out of a block's gradients, the *residual*, is added to the next one before
 that is encoded. A gradient that a shard has not applied, since it was dropped, skipped or refused,
 changes no residual: then it is as if it had not been pushed. So of all gradients that were applied
-the sum is that of the gradients less the residual. A residual changes when the call is certain to
-be sent, since one that is interrupted before sends nothing.
+the sum is that of the gradients less the residual. What a gradient changes of it counts for the
+next one when the call is certain to be sent, since one that is interrupted before sends nothing;
+the residual itself has it when the shards have answered, as far as they have applied it.
 
 `Feedback` lets go of a part of the residual each time that it is added to a gradient. A push that
 was not applied has let go of nothing either, and the pushes that were sent behind it have let go
-of less: they had what it left out, which is taken back.
+of less: they had what it left out, which counts no more.
+
+A checkpoint is to have the residual that belongs to its cut: as the last push left it that is in
+the cut. So it is copied before it has the change of the first push behind the cut, of which the
+answer says that (`Done.taken`).
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
 Fixes SignSGD, 2019.
@@ -21,7 +26,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +53,8 @@ class Encoded:
         change: of the residual, [block.size]; None: the codec has none, or it is over.
         inactive: elements of pieces without a gradient, as (start, stop).
         kept: the part of the residual that was added to it; the rest is let go.
-        counted: whether the residual has it.
+        counted: whether the next gradient counts with it.
+        seq: the number of its request; 0: it has none yet.
     """
 
     block: Block
@@ -58,6 +64,19 @@ class Encoded:
     inactive: Sequence[tuple[int, int]] = ()
     kept: float = 1.0
     counted: bool = False
+    seq: int = 0
+
+
+class Captured(NamedTuple):
+    """Residuals of a client as of a cut.
+
+    Attributes:
+        cut: its number.
+        left: by block, what was left out, [block.size].
+    """
+
+    cut: int
+    left: tuple[tuple[Block, Floats], ...]
 
 
 class Encoder:
@@ -77,12 +96,19 @@ class Encoder:
         self._take = take
         self._groups: dict[str, tuple[int, int]] = {}
         """The same two of each group."""
-        self._group_of: dict[int, str] = {}
-        """By block that has a residual."""
+        self._blocks: dict[int, Block] = {}
+        """By number: those that have, or had, a residual."""
         self._residuals: dict[int, Floats] = {}
+        """By block: of the gradients that were answered."""
         self._unanswered: dict[int, list[Encoded]] = {}
-        """By block: what the residual has, in the order in which it was sent, and behind it what
-        is about to be."""
+        """By block: in the order in which they were sent, and behind them what is about to be."""
+        self._cut = 0
+        """The last one that residuals were copied for."""
+        self._awaited: tuple[int, int] | None = None
+        """A cut, and the number of the last request that is in it: residuals are copied when what
+        is up to there was answered."""
+        self.captured: Callable[[Captured], None] | None = None
+        """Takes the residuals as of a cut, in whichever thread; None: they are not wanted."""
         self._free: dict[int, list[Floats]] = {}
         """By block: memory for one more change, or for what is to be encoded."""
         self._pushes: dict[int, tuple[int, int]] = {}
@@ -91,10 +117,31 @@ class Encoder:
         """Of the residuals: answers come in any thread."""
 
     def residual(self, block: Block) -> Floats | None:
-        """A copy of what was left out of a block's gradients, [block.size]; None: nothing was."""
+        """A copy of what was left out of a block's gradients, [block.size], with those that are on
+        their way; None: nothing was."""
         with self._lock:
-            found = self._residuals.get(block.id)
-            return None if found is None else found.copy()
+            if block.id not in self._residuals:
+                return None
+            found = np.empty(block.size, np.float32)
+            self._left_out(block, found)
+            return found
+
+    def begin(self, block: Block, left: Floats) -> None:
+        """Begin with what was left out of a block's gradients before this client came.
+
+        Args:
+            left: [block.size]; is kept.
+        """
+        with self._lock:
+            np.copyto(self._residual_of(block), left)
+
+    def _left_out(self, block: Block, into: Floats) -> None:
+        """What the next gradient has to make up for, if all that was sent is applied."""
+        np.copyto(into, self._residuals[block.id])
+        for each in self._unanswered.get(block.id, ()):
+            if each.counted:
+                assert each.change is not None
+                into += each.change
 
     def encode(self, push: BlockPush, slot: Slot, taken: list[Slot], clock: int = 0) -> Encoded:
         """Encode a gradient, which is finite; its slot's inactive pieces become zeros.
@@ -144,7 +191,8 @@ class Encoder:
                     np.subtract(gradient, change, out=change)
                 else:
                     np.subtract(given, change, out=change)
-                    change -= self._residuals[block.id]
+                    self._left_out(block, given)
+                    change -= given
                 for start, stop in inactive:
                     change[start:stop] = 0.0
                 self._free[block.id].append(given)
@@ -162,8 +210,9 @@ class Encoder:
         taken += self._take([block.nbytes])
         into, inactive = taken[-1], _inactive(push)
         with self._lock:
-            residual, change = self._residual_of(block), self._memory(block)
-            np.negative(residual, out=change)
+            change = self._memory(block)
+            self._left_out(block, change)
+            np.negative(change, out=change)
             halves = block.spec.half is not None
             given: Floats = self._memory(block) if halves else into.array(block)
             gradient = _widened(block, push.gradient)
@@ -189,7 +238,7 @@ class Encoder:
     def _residual_of(self, block: Block) -> Floats:
         residual = self._residuals.get(block.id)
         if residual is None:
-            self._group_of[block.id] = block.group_name  # first: `report` takes no lock
+            self._blocks[block.id] = block  # first: `report` takes no lock
             residual = self._residuals[block.id] = np.zeros(block.size, np.float32)
         return residual
 
@@ -213,8 +262,10 @@ class Encoder:
             return gradient, None, 1.0
         residual = self._residual_of(block)
         given, change, kept = self._memory(block), self._memory(block), 1.0
+        if self._unanswered.get(block.id) or isinstance(codec.feedback, Feedback):
+            self._left_out(block, given)
+            residual = given
         if isinstance(codec.feedback, Feedback):
-            np.copyto(given, residual)
             for start, stop in inactive:
                 given[start:stop] = 0.0
             kept = _kept(codec.feedback, given)
@@ -238,8 +289,8 @@ class Encoder:
         free = self._free.setdefault(block.id, [])
         return free.pop() if free else np.empty(block.size, np.float32)
 
-    def sent(self, encoded: Sequence[Encoded]) -> None:
-        """These are certain to be sent."""
+    def sent(self, encoded: Sequence[Encoded], seq: int = 0) -> None:
+        """These are certain to be sent, with the request of this number."""
         with self._lock:
             for each in encoded:
                 block, size = each.block, sum(header.extent for header in each.headers)
@@ -249,16 +300,15 @@ class Encoder:
                     self.sent_bytes += size
                     self.plain_bytes += block.nbytes
                 if each.change is not None:
-                    self._residuals[block.id] += each.change
-                    each.counted = True
+                    each.counted, each.seq = True, seq
 
     def report(self) -> tuple[SentGradients, ...]:
-        """Of each group what was sent so far. It waits for no push: a norm of what one changes
-        meanwhile is somewhere between the two."""
+        """Of each group what was sent so far. It waits for no push: a norm is of what was answered,
+        and of what an answer changes meanwhile somewhere between the two."""
         squared_norm: Callable[[Floats], float] = compiled().squared_norm
         squares = dict.fromkeys(list(self._groups), 0.0)
         for block, residual in list(self._residuals.items()):
-            group = self._group_of[block]
+            group = self._blocks[block].group_name
             squares[group] = squares.get(group, 0.0) + squared_norm(residual)
         return tuple(
             SentGradients(group, *self._groups.get(group, (0, 0)), math.sqrt(square))
@@ -266,32 +316,37 @@ class Encoder:
         )
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
-        """All shards have answered, or none will: take back what was not applied."""
+        """All shards have answered, or none will: keep what those leave out that were applied."""
         with self._lock:
+            cut = max((_cut_before(reply) for reply in operation.replies.values()), default=0)
+            if cut > self._cut:
+                self._capture(cut)
             for each in encoded:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
                     continue
-                unanswered = self._unanswered[each.block.id]
+                block, unanswered = each.block, self._unanswered[each.block.id]
                 unanswered.remove(each)
-                for shard in range(len(each.block.spec.cuts) - 1):
-                    if not _applied(operation.replies.get(shard)):
-                        self._take_back(each.block, change, *each.block.range(shard))
-                self._free[each.block.id].append(change)
-                if not (each.headers or unanswered or self._residuals[each.block.id].any()):
-                    del self._residuals[each.block.id]
+                residual = self._residuals[block.id]
+                for shard in range(len(block.spec.cuts) - 1):
+                    low, high = block.range(shard)
+                    if _applied(operation.replies.get(shard)):
+                        residual[low:high] += change[low:high]
+                    else:
+                        self._not_applied(block, change, low, high)
+                self._free[block.id].append(change)
+                if not (each.headers or unanswered or residual.any()):
+                    del self._residuals[block.id]
+            if self._awaited is not None:
+                self._capture_awaited(*self._awaited)
 
-    def _take_back(self, block: Block, change: Floats, low: int, high: int) -> None:
-        """A shard, which has the elements [low, high), has not applied a gradient: the residual,
-        and what those behind it have let go of, become what they were without it.
+    def _not_applied(self, block: Block, change: Floats, low: int, high: int) -> None:
+        """A shard, which has the elements [low, high), has not applied a gradient: what those
+        behind it have let go of becomes what it were without it.
 
         Args:
             change: its own; gets other values there.
         """
-        residual = self._residuals[block.id][low:high]
-        residual -= change[low:high]
-        if all(each.kept == 1.0 for each in self._unanswered[block.id]):
-            return
         lacking = change[low:high]
         for each in self._unanswered[block.id]:
             if each.kept == 1.0:
@@ -301,9 +356,32 @@ class Encoder:
                 more[max(start - low, 0) : max(stop - low, 0)] = 0.0
             assert each.change is not None
             each.change[low:high] += more
-            if each.counted:
-                residual += more
             lacking -= more
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def cut_at(self, cut: int, seq: int) -> None:
+        """The shards have taken a cut that has the requests of this client up to a number. Nothing
+        may be answered that is behind it: the answer would have said so."""
+        with self._lock:
+            if cut > self._cut:
+                self._awaited = cut, seq
+                self._capture_awaited(cut, seq)
+
+    def _capture_awaited(self, cut: int, seq: int) -> None:
+        """Copy the residuals, if all is answered that is in a cut."""
+        unanswered = (each for block in self._unanswered.values() for each in block)
+        if cut <= self._cut:
+            self._awaited = None
+        elif not any(each.counted and each.seq <= seq for each in unanswered):
+            self._capture(cut)
+
+    def _capture(self, cut: int) -> None:
+        """Copy the residuals as they are, which is as of a cut."""
+        self._cut, self._awaited = cut, None
+        if self.captured is not None:
+            left = [(self._blocks[block], each.copy()) for block, each in self._residuals.items()]
+            self.captured(Captured(cut, tuple(left)))
 
 
 def _kept(feedback: Feedback, residual: Floats) -> float:
@@ -315,6 +393,11 @@ def _kept(feedback: Feedback, residual: Floats) -> float:
         if norm > feedback.clip_norm:
             kept *= feedback.clip_norm / norm
     return kept
+
+
+def _cut_before(reply: Any) -> int:
+    """The cut for a checkpoint that lies before what a shard answers; 0: it says of none."""
+    return reply.taken if isinstance(reply, Done) and reply.taken > 0 else 0
 
 
 def _applied(reply: Any) -> bool:

@@ -327,7 +327,7 @@ class Steps(ClientClocks):
             if self.saving is not None and each.saved:
                 self.saving.told(each.saved)
             if each.encoded and self.encoder is not None:
-                self.encoder.sent(each.encoded)
+                self.encoder.sent(each.encoded, each.requests[0].seq)
         self._exchange.unfinished = ""
 
     def _broken_off(

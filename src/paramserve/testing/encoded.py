@@ -161,11 +161,11 @@ class WatchedEncoder(Encoder):
             self.pushes[encoded] = number
         return encoded
 
-    def sent(self, encoded: Sequence[Encoded]) -> None:
+    def sent(self, encoded: Sequence[Encoded], seq: int = 0) -> None:
         for each in encoded:
             if each.change is not None:
                 self.open[each] = each.change.copy()
-        super().sent(encoded)
+        super().sent(encoded, seq)
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         for each in encoded:
