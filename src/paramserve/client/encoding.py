@@ -317,8 +317,9 @@ class Encoder:
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         """All shards have answered, or none will: keep what those leave out that were applied."""
+        replies = operation.replies | operation.refused
         with self._lock:
-            cut = max((_cut_before(reply) for reply in operation.replies.values()), default=0)
+            cut = max((_cut_before(reply) for reply in replies.values()), default=0)
             if cut > self._cut:
                 self._capture(cut)
             for each in encoded:
@@ -330,7 +331,7 @@ class Encoder:
                 residual = self._residuals[block.id]
                 for shard in range(len(block.spec.cuts) - 1):
                     low, high = block.range(shard)
-                    if _applied(operation.replies.get(shard)):
+                    if _applied(replies.get(shard)):
                         residual[low:high] += change[low:high]
                     else:
                         self._not_applied(block, change, low, high)

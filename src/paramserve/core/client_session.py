@@ -35,8 +35,8 @@ class Operation(Struct, eq=False):
     error: ParamServeError | None = None
     on_complete: Callable[[], object] | None = None
     """Called when it is complete, in the thread that reads the last answer."""
-    applied: set[str] = set()
-    """What the refusals say of their shard's part."""
+    refused: dict[int, Refused] = {}
+    """The refusals, by shard."""
 
     def answered(self, shard: int, reply: Done | Refused) -> None:
         """One shard's answer has been read."""
@@ -44,7 +44,7 @@ class Operation(Struct, eq=False):
             case Done():
                 self.replies[shard] = reply
             case Refused():
-                self._refused(reply)
+                self._refused(shard, reply)
         self.waiting -= 1
         if self.waiting:
             return
@@ -66,8 +66,8 @@ class Operation(Struct, eq=False):
         if self.on_complete is not None:
             self.on_complete()
 
-    def _refused(self, reply: Refused) -> None:
-        self.applied.add(reply.applied)
+    def _refused(self, shard: int, reply: Refused) -> None:
+        self.refused[shard] = reply
         if self.error is None:
             self.error = rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
 
@@ -75,7 +75,7 @@ class Operation(Struct, eq=False):
         """Say in the error whether something was applied, now that all shards have answered."""
         error = self.error
         assert error is not None
-        told = {error.applied, *self.applied}
+        told = {error.applied, *(each.applied for each in self.refused.values())}
         if any(not reply.skipped for reply in self.replies.values()):
             told.add("yes")
         if len(told) > 1:

@@ -173,6 +173,17 @@ def test_report_counts_bytes_and_measures_what_is_left_out_by_group() -> None:
     assert encoder.sent_bytes == told["one"].sent_bytes + told["two"].sent_bytes
 
 
+def test_gradient_that_was_applied_and_whose_read_was_refused_counts() -> None:
+    encoder, block = Encoder(0, take), block_with(Int4())
+    refused = push(encoder, block, np.random.default_rng(0), 0.0)
+    operation = Operation(SHARDS)
+    for shard in range(SHARDS):
+        operation.answered(shard, Refused(1, "Overloaded", "", "yes", ""))
+    encoder.answered([refused.encoded], operation)
+    left = np.where(refused.active, refused.gradient - refused.decoded, 0.0)
+    np.testing.assert_allclose(encoder.residual(block), left, atol=1e-5)
+
+
 def test_codecs_are_told_in_words() -> None:
     plain = block_of(SIZES, dtype="float32", rule=Add())
     assert in_words("model", [plain], local=True) == ""
