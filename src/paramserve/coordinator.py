@@ -34,14 +34,10 @@ from paramserve.messages import (
     CheckpointReport,
     CoordinatorNotice,
     CoordinatorRequest,
-    CutTaken,
-    CutWritten,
     Failed,
     Hello,
     Members,
-    ServerBeat,
     ServerEnds,
-    WorkerBeat,
     decoder,
     encode,
 )
@@ -130,7 +126,7 @@ class CoordinatorRole:
         if isinstance(message, ServerEnds):
             if number in self._servers:
                 self.on_server_ends(message.shard)
-        elif isinstance(message, WorkerBeat | ServerBeat | CutTaken | CutWritten):
+        elif isinstance(message, CoordinatorNotice):
             self._step(Noticed(number, message))
         else:
             self._step(Called(number, message))

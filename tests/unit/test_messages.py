@@ -24,9 +24,10 @@ from paramserve.messages import (
     opening,
     peers,
     requests,
+    residuals,
 )
 
-PARTS = (answers, blocks, checkpoints, coordinator, leases, opening, peers, requests)
+PARTS = (answers, blocks, checkpoints, coordinator, leases, opening, peers, requests, residuals)
 STRUCTS: list[Any] = [
     kind
     for part in PARTS

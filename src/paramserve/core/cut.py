@@ -39,6 +39,7 @@ from paramserve.messages import (
     CutTo,
     Done,
     PeerMessage,
+    ResidualsWanted,
     Step,
 )
 
@@ -287,6 +288,9 @@ class CutAgreement:
         if leading.wanted.ask.checkpoint and part is not None:
             if _same_rows(leading):
                 self._tell(_taken(leading, part, torn))
+                if part.residuals:
+                    last = tuple((client, part.clients[client]) for client in part.residuals)
+                    self._outbox.append(Tell(ResidualsWanted(message.number, last)))
             else:  # of a table that is new, one has all rows and another one only those changed
                 ask = structs.replace(leading.wanted.ask, full=True)
                 self._wanted.appendleft(Wanted(ask, None, leading.wanted.until))

@@ -7,7 +7,14 @@ from msgspec import Struct
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import Answer, ShardSession
 from paramserve.errors import ParamServeError
-from paramserve.messages import CutTaken, Inquire, Members, PeerMessage, ShardRequest
+from paramserve.messages import (
+    CutTaken,
+    Inquire,
+    Members,
+    PeerMessage,
+    ResidualsWanted,
+    ShardRequest,
+)
 
 
 class ClientHere(Struct, frozen=True):
@@ -124,7 +131,7 @@ class LookAgain(Struct, frozen=True):
 class Tell(Struct, frozen=True):
     """Tell the coordinator."""
 
-    message: CutTaken
+    message: CutTaken | ResidualsWanted
 
 
 class GoOn(Struct, frozen=True):
@@ -148,4 +155,4 @@ class Effects(Struct):
     drops: list[int] = []
     refused: ParamServeError | None = None
     deadline: float | None = None
-    notices: list[CutTaken] = []
+    notices: list[CutTaken | ResidualsWanted] = []

@@ -144,6 +144,10 @@ class ShardSession:
         self.unread: dict[int, Array | None] = {}
         """By number: values that went out in a frame, and may be lost with it. None: they are read
         again then, and newer ones will do."""
+        self.feeds_back = False
+        """Whether it pushes gradients whose codec leaves something out that the client keeps."""
+        self.cut: tuple[int, int] | None = None
+        """Of such a client: the newest cut for a checkpoint, and its last number in it."""
         self._outcomes: dict[int, Done | Refused] = {}
 
     @property
@@ -254,6 +258,11 @@ class Sessions:
     def live(self) -> list[int]:
         """Ranks that a synchronous clock waits for, in order."""
         return [r for r, m in sorted(self.members.items()) if m.state in AWAITED]
+
+    def feeding_back(self) -> list[ShardSession]:
+        """Those of workers that keep residuals, and go on."""
+        sessions = self.by_client.values()
+        return [s for s in sessions if s.feeds_back and s.rank != NO_RANK and s.fenced_by is None]
 
     def window(self) -> int:
         """The most calls that one client may have unanswered."""

@@ -18,6 +18,7 @@ from paramserve.messages.checkpoints import (
     WriteCut,
 )
 from paramserve.messages.leases import DatasetSize, GiveBack, Lease, Leased, LeaseReport, SameSize
+from paramserve.messages.residuals import ResidualsWanted
 
 
 class Register(Struct, frozen=True, array_like=True, tag="register"):
@@ -420,7 +421,7 @@ CoordinatorRequest = (
     | AskStatus
     | AskCheckpoint
 )
-CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten
+CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten | ResidualsWanted
 CoordinatorReply = (
     Enlisted
     | Joined
@@ -435,5 +436,5 @@ CoordinatorReply = (
     | Ok
     | Failed
 )
-ServerNotice = Members | BeginCheckpoint | WriteCut | CheckpointOver
-"""What the coordinator tells servers, unasked."""
+ServerNotice = Members | BeginCheckpoint | WriteCut | CheckpointOver | ResidualsWanted
+"""What the coordinator tells servers, unasked; the last one it tells workers."""

@@ -50,6 +50,7 @@ from paramserve.messages import (
     Inquire,
     Members,
     PeerMessage,
+    ResidualsWanted,
     ServerBeat,
     ServerEnds,
     ServerNotice,
@@ -155,7 +156,7 @@ class ServerRole:
         self._beating: Handle | None = None
         self._restoring = False
         self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
-        self._untold: list[CutTaken | CutWritten | ServerEnds] = []
+        self._untold: list[CutTaken | CutWritten | ResidualsWanted | ServerEnds] = []
         """What the coordinator has not taken yet."""
         self._oversize_told = False
         self._closed = False
@@ -437,7 +438,7 @@ class ServerRole:
         """Tell the coordinator that this server was told to end, which it does not do yet."""
         self._tell(ServerEnds(self.config.shard))
 
-    def _tell(self, message: CutTaken | CutWritten | ServerEnds) -> None:
+    def _tell(self, message: CutTaken | CutWritten | ResidualsWanted | ServerEnds) -> None:
         """Tell the coordinator, now or as soon as it takes it."""
         if self._control is not None:
             self._untold.append(message)
