@@ -16,7 +16,13 @@ import msgspec
 
 from paramserve.checkpoint.claims import OWNER, owner_of
 from paramserve.checkpoint.folder import Folder
-from paramserve.checkpoint.manifest import CLUSTER_PATH, Cut, Manifest, Written
+from paramserve.checkpoint.manifest import (
+    CLUSTER_PATH,
+    Cut,
+    Manifest,
+    Written,
+    without_lost_residuals,
+)
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.storage import Storage
 from paramserve.checkpoint.writer import Writer
@@ -93,6 +99,7 @@ class Committer:
         with Writer(folder.storage, name) as writer:
             writer.message(CLUSTER_PATH, work.cluster)
             reports.append(writer.finish())
+        reports, lost = without_lost_residuals(reports)
         record = _decode(work.cluster)
         taken = work.cut
         cut = Cut(
@@ -105,6 +112,7 @@ class Committer:
             blocks=blocks_for(record, self._servers),
             torn=tuple(f"client {each}" for each in taken.torn),
             pause_s=work.pause_s,
+            lost_residuals=lost,
         )
         self._last = folder.commit(name, reports, cut, before=self._last)
         try:

@@ -247,6 +247,7 @@ class Writer:
         self._name = name
         self._files: dict[str, _Output | DenseFile | TableFile] = {}
         self._outputs: list[_Output] = []
+        self._lost: list[Written] = []
         self._folders = {"": True}
         """Those that have names of ours, in the order they were made."""
 
@@ -286,6 +287,17 @@ class Writer:
         output = self._open(path, whole, header=False)
         file = self._files[path] = DenseFile(output, blocks, shard, whole)
         return file
+
+    def lost(self, path: str, blocks: Sequence[BlockSpec]) -> None:
+        """Give up a file as of `dense`, begun or not: the report has it without a part.
+
+        Raises:
+            CheckpointError: the storage failed.
+        """
+        begun = self._files.pop(path, None)
+        if begun is not None:
+            begun.close()
+        self._lost.append(Written(f"{self._name}/{path}", dense(blocks).size, ()))
 
     def rows(
         self, table: str, shard: int, sections: Mapping[str, Section], *, full: bool
@@ -346,6 +358,7 @@ class Writer:
             ValueError: a file is not whole. CheckpointError: the storage failed.
         """
         made = [each.finish(f"{self._name}/{path}") for path, each in self._files.items()]
+        made += self._lost
         for folder in reversed(self._folders):
             with telling(self._storage, self._what(folder)):
                 self._storage.sync_folder(folder)

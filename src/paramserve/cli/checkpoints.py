@@ -85,6 +85,9 @@ def show(path: str) -> None:
     if cut.stale_state:
         ranks = ", ".join(map(str, cut.stale_state))
         click.echo(f"  what these ranks saved is older than the rest: {ranks}")
+    if cut.lost_residuals:
+        ranks = ", ".join(map(str, cut.lost_residuals))
+        click.echo(f"  without what codecs have left out of the gradients of ranks {ranks}")
     for file in manifest.files:
         click.echo(f"  {in_bytes(file.size):>10}  {file.path}")
 
