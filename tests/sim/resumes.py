@@ -81,6 +81,8 @@ class SimulatedResumes(SimulatedCluster):
     workload_type: type[Counting] = CountingMore
 
     was_buffered = False
+    same_servers = False
+    """Whether it goes on with as many servers."""
     crash_s: float = CRASH_S
     """It is lost within this time."""
     then: Policy | None = None
@@ -158,6 +160,7 @@ class SimulatedResumes(SimulatedCluster):
         self._check_newest(name)
         self.checkpoint_plan = structs.replace(self.checkpoint_plan, resume=name)
         servers, workers = self._dice.choice((1, 2, 2, 3)), self._dice.choice((1, 2, 2, 3))
+        servers = self.scenario.servers if self.same_servers else servers
         self.scenario = replace(self.scenario, servers=servers, workers=workers)
         if self.then is not None:
             self.was_buffered = self._buffers

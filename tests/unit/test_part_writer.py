@@ -17,6 +17,7 @@ from paramserve.core.cut_parts import BlockCopy
 from paramserve.core.events import CutWanted, DeadlineReached
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutTaken, CutWritten, WriteCut
 from paramserve.server.checkpoints import PartWriter
+from paramserve.server.residuals import Residuals
 from paramserve.testing.disk import Disk
 from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
@@ -37,7 +38,10 @@ class Bench:
         self.rig.define(1, DENSE)
         self.told: list[CutTaken | CutWritten] = []
         loop = VirtualLoop(self.clock, lambda: THREAD_S)
-        self.parts = PartWriter(self.rig.shards[0], loop, disk, self.told.append, self._cut)
+        residuals = Residuals(self.rig.shards[0], loop, None)
+        self.parts = PartWriter(
+            self.rig.shards[0], loop, disk, self.told.append, self._cut, residuals
+        )
         self.cuts = self.rig.shards[0].cuts
 
     def _cut(self, notice: BeginCheckpoint) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,6 +107,8 @@ class Encoder:
         self._awaited: tuple[int, int] | None = None
         """A cut, and the number of the last request that is in it: residuals are copied when what
         is up to there was answered."""
+        self._unsure = False
+        """Whether the last gradients may have been applied behind a cut that is not known yet."""
         self.captured: Callable[[Captured], None] | None = None
         """Takes the residuals as of a cut, in whichever thread; None: they are not wanted."""
         self._free: dict[int, list[Floats]] = {}
@@ -317,11 +319,13 @@ class Encoder:
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         """All shards have answered, or none will: keep what those leave out that were applied."""
-        replies = operation.replies | operation.refused
         with self._lock:
+            replies = operation.replies | operation.refused
             cut = max((_cut_before(reply) for reply in replies.values()), default=0)
             if cut > self._cut:
                 self._capture(cut)
+            # A refusal does not say whether it is behind a cut.
+            self._unsure = any(_applied(reply) for reply in operation.refused.values())
             for each in encoded:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
@@ -380,9 +384,16 @@ class Encoder:
     def _capture(self, cut: int) -> None:
         """Copy the residuals as they are, which is as of a cut."""
         self._cut, self._awaited = cut, None
-        if self.captured is not None:
-            left = [(self._blocks[block], each.copy()) for block, each in self._residuals.items()]
-            self.captured(Captured(cut, tuple(left)))
+        if self.captured is not None and not self._unsure:
+            self.captured(Captured(cut, tuple(self._left())))
+
+    def left(self) -> list[tuple[Block, Floats]]:
+        """By block, a copy of what was left out of the gradients that were answered."""
+        with self._lock:
+            return self._left()
+
+    def _left(self) -> list[tuple[Block, Floats]]:
+        return [(self._blocks[block], each.copy()) for block, each in self._residuals.items()]
 
 
 def _kept(feedback: Feedback, residual: Floats) -> float:
@@ -427,13 +438,20 @@ def _inactive(push: BlockPush) -> list[tuple[int, int]]:
     return [(starts[i], starts[i + 1]) for i in pieces if i not in active]
 
 
-def in_words(group: str, blocks: Sequence[Block], *, local: bool, clock: int = 0) -> str:
+def in_words(
+    group: str,
+    blocks: Sequence[Block],
+    *,
+    local: bool,
+    clock: int = 0,
+    lost: Collection[int] = (),
+) -> str:
     """What the codecs of a group do to its bytes, for its user; empty: it has none.
 
     Args:
         local: whether all servers are on this client's host.
-        clock: where this client goes on, if not at 0: what one before it has left out of its
-            gradients is lost.
+        clock: where this client goes on, if not at 0.
+        lost: ranks for which it is lost what they had left out of gradients until then.
     """
     parts, whole = list[str](), list[str]()
     plain = sum(block.nbytes for block in blocks)
@@ -455,8 +473,9 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool, clock: int = 0
     if whole:
         told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
     feeds = any(codec is not None and codec.feedback for codec, _ in pushed)
-    if clock and feeds and "sends" not in whole:
-        told += f"; what was left out of gradients before clock {clock} is lost"
+    if clock and lost and feeds and "sends" not in whole:
+        whose = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
+        told += f"; what was left out of the gradients of {whose} before clock {clock} is lost"
     return told
 
 

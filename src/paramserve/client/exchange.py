@@ -353,6 +353,15 @@ class Exchange(Links):
         if self.unfinished:
             self._end_torn(self.unfinished)
 
+    def check_answers(self) -> None:
+        """Whether all that was read has had its effect.
+
+        Raises:
+            ClientClosed: no: an interrupt came meanwhile; or the exchange is closed.
+        """
+        with self._lock:
+            self._check()
+
     def _end_torn(self, what: str) -> NoReturn:
         """Close, because what is known of the session was being changed when it was interrupted."""
         error = ClientClosed(

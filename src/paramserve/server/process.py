@@ -17,7 +17,7 @@ from paramserve.consistency.registry import build as build_policy
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.messages import Hello, Ok, Reconnect, Register
-from paramserve.server.checkpoints import resume
+from paramserve.server.checkpoints import resume, saved_residuals
 from paramserve.server.cut_memory import PreparedMemory
 from paramserve.server.role import Control, ServerRole
 from paramserve.transport.buffers import Buffers
@@ -71,9 +71,13 @@ def process_role(
     """
     shard = shard if shard is not None else new_shard(config, registered)
     loop = asyncio.get_running_loop()
-    dial, folder = dialer(config, credentials), config.checkpoints.folder
-    storage = storage_at(folder) if folder else None
-    return ServerRole(config, shard, loop, control, dial, storage=storage, wake_s=SYSTEM.wake_s())
+    dial, plan = dialer(config, credentials), config.checkpoints
+    storage = storage_at(plan.folder) if plan.folder else None
+    saved = saved_residuals(shard, plan) if plan.resume else None
+    wake_s = SYSTEM.wake_s()
+    return ServerRole(
+        config, shard, loop, control, dial, storage=storage, saved=saved, wake_s=wake_s
+    )
 
 
 async def _serve(boot: Bootstrap, config: ServerConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paramserve.checkpoint.residuals import SavedResiduals
 from paramserve.checkpoint.storage import Storage
 from paramserve.compiling import needed
 from paramserve.config import ServerConfig
@@ -61,6 +62,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.server.checkpoints import PartWriter
+from paramserve.server.residuals import Residuals
 from paramserve.transport.connection import refusal, take_arenas
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener
@@ -72,6 +74,9 @@ logger = logging.getLogger("paramserve")
 
 BEAT = AskReport()
 """What a heartbeat tells, unasked."""
+
+RESIDUALS = -2
+"""In place of a client's number, of a connection for its residual."""
 
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """As `compiling.needed`."""
@@ -107,6 +112,7 @@ class ServerRole:
         control: the connection to the coordinator; None: there is no coordinator.
         dial: how the other servers are reached.
         storage: of the run's checkpoints; None: it writes none.
+        saved: the residuals of the checkpoint that the shard goes on from, if there are any.
         needed: what has to run before a block can be defined.
         wake_s: what waking this process costs, in seconds; 0.0: nothing.
     """
@@ -120,6 +126,7 @@ class ServerRole:
         dial: Dial,
         *,
         storage: Storage | None = None,
+        saved: SavedResiduals | None = None,
         needed: Needed = needed,
         wake_s: float = 0.0,
     ) -> None:
@@ -131,7 +138,8 @@ class ServerRole:
         self._loop = loop
         self._needed = needed
         self._parties: dict[Connection, int] = {}
-        """By connection, its client; 0: another server; -1: nothing that it sends counts."""
+        """By connection, its client; 0: another server; -1: nothing that it sends counts;
+        `RESIDUALS`: a client's for its residual."""
         self._clients: dict[int, Connection] = {}
         self._memories: dict[Connection, Memory] = {}
         """What the requests of a client speak of, by connection."""
@@ -155,7 +163,10 @@ class ServerRole:
         """Of waits for the next frame, after one over TCP and after one of this host."""
         self._beating: Handle | None = None
         self._restoring = False
-        self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
+        self._residuals = Residuals(shard, loop, saved)
+        self._checkpoints = PartWriter(
+            shard, loop, storage, self._tell, self._take_cut, self._residuals
+        )
         self._untold: list[CutTaken | CutWritten | ResidualsWanted | ServerEnds] = []
         """What the coordinator has not taken yet."""
         self._oversize_told = False
@@ -184,6 +195,9 @@ class ServerRole:
             self._parties[conn] = 0
         elif hello.role == "client" and hello.client > 0:
             self._client(conn, hello)
+        elif hello.role == "residuals":
+            self._residuals.opened(conn)
+            self._parties[conn] = RESIDUALS
         else:
             raise ProtocolError(
                 f"a peer came as {hello.role!r} number {hello.client}", fix="run the same version"
@@ -230,6 +244,8 @@ class ServerRole:
                 self._loading.append((conn, header, payload))
             elif client == 0:
                 self._happen(FromShard(_decode_peer(header)))
+            elif client == RESIDUALS:
+                self._residuals.frame(conn, header, payload)
             else:
                 message = _decode_client(header)
                 if type(message) is Step:
@@ -290,6 +306,8 @@ class ServerRole:
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn)
         self._memories.pop(conn, None)
+        if client == RESIDUALS:
+            self._residuals.closed(conn)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
             self._happen(ClientGone(client))
@@ -448,6 +466,8 @@ class ServerRole:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
         self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
         self._happen(DeadlineReached())
+        if self._residuals.came:
+            self._residuals.look()
         control = self._control
         if control is None:
             return
@@ -496,6 +516,7 @@ class ServerRole:
         """Stop talking with the coordinator, and close the links to other servers."""
         self._closed = True
         self._checkpoints.close()
+        self._residuals.close()
         if self._beating is not None:
             self._beating.cancel()
         if self._control is not None:

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from tests.unit.client.fakes import block_of
 
-from paramserve.client.encoding import Encoded, Encoder, in_words
+from paramserve.client.encoding import Captured, Encoded, Encoder, in_words
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush
 from paramserve.codecs import BFloat16, Codec, Feedback, Int2, Int4, Int8, Sign, TopK
@@ -173,15 +173,83 @@ def test_report_counts_bytes_and_measures_what_is_left_out_by_group() -> None:
     assert encoder.sent_bytes == told["one"].sent_bytes + told["two"].sent_bytes
 
 
-def test_gradient_that_was_applied_and_whose_read_was_refused_counts() -> None:
-    encoder, block = Encoder(0, take), block_with(Int4())
-    refused = push(encoder, block, np.random.default_rng(0), 0.0)
+def answer_after(encoder: Encoder, pushed: Pushed, cut: int) -> None:
+    """All shards have applied it, and say that a cut lies before it (0: say nothing)."""
+    operation = Operation(SHARDS)
+    for shard in range(SHARDS):
+        operation.answered(shard, Done(1, taken=cut or -1))
+    encoder.answered([pushed.encoded], operation)
+
+
+def capturing(kind: Any = Int4) -> tuple[Encoder, Block, list[Captured]]:
+    encoder, captured = Encoder(0, take), list[Captured]()
+    encoder.captured = captured.append
+    return encoder, block_with(kind()), captured
+
+
+def test_residual_of_a_cut_is_as_the_last_push_in_it_left_it() -> None:
+    """Bit by bit, whatever is on its way; and it is copied once."""
+    encoder, block, captured = capturing()
+    drawn = np.random.default_rng(0)
+    first = push(encoder, block, drawn, 0.0)
+    answer_after(encoder, first, 0)
+    expected = encoder.residual(block)
+    assert expected is not None
+    behind = [push(encoder, block, drawn, 0.0) for _ in range(3)]
+    for each in behind:
+        answer_after(encoder, each, 5)
+    ((cut, ((found_block, found),)),) = captured
+    assert (cut, found_block.id) == (5, block.id)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_residual_of_a_cut_waits_for_answers_that_are_in_it() -> None:
+    encoder, block, captured = capturing()
+    drawn = np.random.default_rng(0)
+    pushes = [push(encoder, block, drawn, 0.0) for _ in range(3)]
+    for number, each in enumerate(pushes, 1):
+        each.encoded.seq = number
+    answer_after(encoder, pushes[0], 0)
+    encoder.cut_at(5, 2)
+    assert not captured
+    answer_after(encoder, pushes[1], 0)
+    ((_, ((_, found),)),) = captured
+    expected = sum(each.gradient - each.decoded for each in pushes[:2])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    encoder.cut_at(5, 2)
+    encoder.cut_at(4, 1)
+    assert len(captured) == 1, "of a cut that is known, and of an older one"
+
+
+def test_residual_is_not_copied_where_it_may_be_of_a_later_push() -> None:
+    """A refusal of which a part was applied does not say whether it is behind a cut."""
+    encoder, block, captured = capturing()
+    drawn = np.random.default_rng(0)
+    refused = push(encoder, block, drawn, 0.0)
     operation = Operation(SHARDS)
     for shard in range(SHARDS):
         operation.answered(shard, Refused(1, "Overloaded", "", "yes", ""))
     encoder.answered([refused.encoded], operation)
-    left = np.where(refused.active, refused.gradient - refused.decoded, 0.0)
-    np.testing.assert_allclose(encoder.residual(block), left, atol=1e-5)
+    found = encoder.residual(block)
+    assert found is not None
+    np.testing.assert_allclose(found, refused.gradient - refused.decoded, atol=1e-5)
+    answer_after(encoder, push(encoder, block, drawn, 0.0), 5)
+    assert not captured
+    answer_after(encoder, push(encoder, block, drawn, 0.0), 6)
+    assert [each.cut for each in captured] == [6]
+
+
+def test_client_that_begins_with_a_residual_adds_it_to_its_first_gradient() -> None:
+    encoder, block, _ = capturing()
+    left = np.random.default_rng(1).normal(size=block.size).astype(np.float32)
+    encoder.begin(block, left.copy())
+    pushed = push(encoder, block, np.random.default_rng(0), 0.0)
+    answer_after(encoder, pushed, 0)
+    whole = left + pushed.gradient
+    found = encoder.residual(block)
+    assert found is not None
+    expected = np.where(pushed.active, whole - pushed.decoded, left)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_codecs_are_told_in_words() -> None:
@@ -194,9 +262,10 @@ def test_codecs_are_told_in_words() -> None:
     )
     assert in_words("model", blocks, local=False) == told
     whole = "; rank 0 sends and gets whole values, since its servers are on its host"
-    assert in_words("model", blocks, local=True, clock=7) == told + whole
-    lost = "; what was left out of gradients before clock 7 is lost"
-    assert in_words("model", blocks, local=False, clock=7) == told + lost
+    assert in_words("model", blocks, local=True, clock=7, lost=[0]) == told + whole
+    assert in_words("model", blocks, local=False, clock=7) == told
+    lost = "; what was left out of the gradients of ranks 0, 3 before clock 7 is lost"
+    assert in_words("model", blocks, local=False, clock=7, lost={3, 0}) == told + lost
     sparse = Block(structs.replace(plain.spec, push=spec(TopK(0.01, even_local=True))))
     told = "group 'model' pushes ps.TopK (at most 2.46% of the bytes)"
     assert in_words("model", [sparse], local=True) == told

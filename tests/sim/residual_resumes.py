@@ -1,0 +1,362 @@
+"""Clusters whose gradients are encoded, that are lost and go on with the residuals of a checkpoint.
+
+The clients send residuals as the shipping thread does, piece by piece, on connections of the
+harness to the shipping servers; what comes between two pieces is up to the clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from tests.sim.resumes import FAULTS, MORE, SimulatedResumes
+
+from paramserve.checkpoint.manifest import residual_path
+from paramserve.checkpoint.reader import Checkpoint
+from paramserve.checkpoint.shard_records import shard_records
+from paramserve.client.encoding import Captured, Encoded
+from paramserve.client.residuals import Piece, pieces
+from paramserve.core.block import ShardBlock
+from paramserve.core.partition import Block
+from paramserve.errors import ParamServeError
+from paramserve.messages import (
+    Hello,
+    Joined,
+    Refused,
+    ResidualKept,
+    ResidualsWanted,
+    decoder,
+    encode,
+)
+from paramserve.testing import Scenario, Violation
+from paramserve.testing.client import GroupStep
+from paramserve.testing.counting import Pushed
+from paramserve.testing.encoded import (
+    LARGEST,
+    ROUNDING,
+    EncodedClient,
+    EncodedCounting,
+    EncodedReader,
+    EncodedWorker,
+    SimulatedEncoded,
+    WatchedEncoder,
+)
+from paramserve.testing.history import Part
+from paramserve.testing.network import Frame, Stream
+from paramserve.testing.server import SimulatedServer
+
+Floats = npt.NDArray[np.float32]
+
+AFTERWARDS_S = 0.2
+"""Between two checkpoints of a run that goes on."""
+
+_decode_reply = decoder(ResidualKept | Refused).decode
+_decode_wanted = decoder(ResidualsWanted).decode
+
+
+class EncodedMore(EncodedCounting):
+    def __init__(self, writers: int) -> None:
+        super().__init__(writers + MORE)
+
+
+class RemembersChanges(WatchedEncoder):
+    """An encoder that remembers what each push left out.
+
+    Attributes:
+        changes: (block, number of the push, change), of all that were sent.
+        begun: by block, what it began with.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.changes: list[tuple[int, int, Floats]] = []
+        self.begun: dict[int, Floats] = {}
+
+    def begin(self, block: Block, left: Floats) -> None:
+        super().begin(block, left)
+        self.begun[block.id] = left
+
+    def sent(self, encoded: Sequence[Encoded], seq: int = 0) -> None:
+        for each in encoded:
+            if each.change is not None:
+                self.changes.append((each.block.id, self.pushes[each], each.change.copy()))
+        super().sent(encoded, seq)
+
+
+class _Sending:
+    """One client sends its residual to one server; a `transport.listener.Connection`."""
+
+    kind = "unix"
+    arenas: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, client: ResidualClient, server: SimulatedServer, left: Iterator[Piece]):
+        self.hello = Hello("residuals", client.id, client.incarnation, client.rank)
+        self._client, self._server, self._left = client, server, left
+        self._open = False
+        self._after(self._begin)
+
+    def _after(self, action: Any) -> None:
+        cluster = self._client.cluster
+        cluster.clock.after(cluster.network.delay_s(), self._while_both_live, action)
+
+    def _while_both_live(self, action: Any) -> None:
+        if self._server not in self._client.cluster.servers:
+            return
+        if self._client.alive:
+            action()
+        else:
+            self.close()
+
+    def _begin(self) -> None:
+        with suppress(ParamServeError):  # it is fenced
+            hello = msgspec.structs.replace(self.hello, cluster=self._server.role.config.cluster)
+            self._server.role.opened(self, hello)
+            self._open = True
+            self._next()
+
+    def _next(self) -> None:
+        message, part = next(self._left, (None, None))
+        if message is None:
+            self.close()
+            return
+        payload = None
+        if part is not None:
+            payload = np.zeros(-(-part.nbytes // 64) * 64, np.uint8)
+            payload[: part.nbytes] = part.view(np.uint8)
+        try:
+            self._server.role.frame(self, encode(message), payload)
+        except ParamServeError:
+            self.close()
+
+    def send(self, header: bytes, payload: Sequence[Any] = ()) -> None:
+        """The server answers."""
+        reply = _decode_reply(header)
+        if isinstance(reply, ResidualKept) and reply.wanted:
+            self._after(self._next)
+        else:
+            self._after(self.close)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._server.role.closed(self)
+
+
+class ResidualClient(EncodedClient):
+    """A client whose residuals are in checkpoints."""
+
+    def _begin_steps(self, joined: Joined) -> None:
+        super()._begin_steps(joined)
+        encoder = RemembersChanges(self.rank, self.exchange.take_each)
+        encoder.captured = self._captured
+        self.steps.encoder = encoder
+        self._fetched: set[int] = set()
+
+    @property
+    def feeding(self) -> list[Block]:
+        return [self.blocks[name] for name in self.encoded.encoded if name in self.blocks]
+
+    def _captured(self, captured: Captured) -> None:
+        cluster = self.cluster
+        assert isinstance(cluster, SimulatedResidualResumes)
+        if self.rank >= 0:
+            cluster.captured[captured.cut, self.rank] = self.writer
+            for server in cluster.servers:
+                _Sending(self, server, pieces(captured, self.feeding, server.number))
+
+    def received(self, stream: Stream, frame: Frame) -> None:
+        try:
+            wanted = _decode_wanted(frame.header)
+        except msgspec.MsgspecError:
+            super().received(stream, frame)
+            return
+        encoder = self.encoder
+        if self.alive and encoder is not None:
+            for client, last in wanted.clients:
+                assert client == self.id
+                encoder.cut_at(wanted.cut, last)
+
+    def _parts(self, step: GroupStep) -> Any:
+        for block in self.feeding if self.rank >= 0 else ():
+            if block.id not in self._fetched:
+                self._fetched.add(block.id)
+                self._fetch(block)
+        return super()._parts(step)
+
+    def _fetch(self, block: Block) -> None:
+        """Begin with what the servers have of the checkpoint."""
+        found: Floats | None = None
+        for server in self.cluster.servers:
+            low, high = block.range(server.number)
+            saved = server.role._residuals._saved
+            if saved is None or high == low:
+                continue
+            if (block.group, self.rank) in server.shard.unclaimed:
+                part = saved.read(block.id, self.rank, low, high - low).values
+                server.shard.sessions.by_client[self.id].feeds_back = True
+                if part is not None:
+                    found = np.zeros(block.size, np.float32) if found is None else found
+                    found[low:high] = part
+        if found is not None:
+            assert self.steps.encoder is not None
+            self.steps.encoder.begin(block, found)
+
+
+class ResidualWorker(ResidualClient, EncodedWorker):
+    """Steps through its clocks."""
+
+
+class ResidualReader(ResidualClient, EncodedReader):
+    """Belongs to no rank: its residual is in no checkpoint."""
+
+
+class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
+    """Writes checkpoints all the time, is lost once, and goes on.
+
+    Attributes:
+        captured: by cut and rank, the writer whose residual was copied for it.
+        seen: how often what is judged has happened.
+    """
+
+    worker_type = ResidualWorker
+    reader_type = ResidualReader
+    workload_type = EncodedMore
+    crash_s = 0.3
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        scenario: Scenario = arguments[1]
+        # Else a part would have pushes that one of the shards before had dropped, and one not.
+        self.same_servers = getattr(scenario.consistency, "drop_after", None) is not None
+        self.captured: dict[tuple[int, int], int] = {}
+        self.seen: Counter[str] = Counter()
+        self._cut = 0
+        super().__init__(*arguments, **options)
+
+    def _crash(self) -> None:
+        plan = self.checkpoint_plan  # of what is written since, nothing is read
+        self.checkpoint_plan = msgspec.structs.replace(plan, every_s=AFTERWARDS_S)
+        if not self.done:
+            self.told.clear()  # of the shards that end now
+        super()._crash()
+        if self.fell_to is not None:
+            with Checkpoint(self.disk, self.fell_to) as saved:
+                self._cut = shard_records(saved)[0].cut
+
+    def check(self) -> None:
+        """As `SimulatedResumes.check`; and what shards hold is the sum of the gradients that they
+        have applied, less what those left out who push now, or who were lost with it."""
+        SimulatedResumes.check(self)
+        wrong = [
+            text
+            for block in self.blocks.values()
+            for server in self.servers
+            if block.push_codec is not None
+            for text in self._wrong_sums(block, server)
+        ]
+        if wrong:
+            codecs = ", ".join(map(repr, self._encoding.codecs.values()))
+            raise Violation("\n  ".join([f"{self.again}, with {codecs}", *wrong]))
+
+    def _wrong_sums(self, block: Block, server: SimulatedServer) -> list[str]:
+        held = server.shard.blocks.get(block.id)
+        (widest,) = (b for b in self.blocks.values() if b.pieces[0].name == "wide")
+        place = Part(widest.id, server.number)
+        if not isinstance(held, ShardBlock) or not held.size or place not in self.history.final:
+            return []
+        low, high = block.range(server.number)
+        row = self.history.final[place]
+        pushes = row.pushes
+        if not row.sound or row.counts != tuple(each.bit_count() for each in pushes):
+            self.seen["torn, on other servers"] += 1  # elements of a part have different pushes
+            return []
+        wanted, applied = np.zeros(high - low, np.float64), 0
+        for call in self.history.calls:
+            there = call.push is not None and pushes[call.writer] >> call.push & 1
+            if there and widest.id in call.blocks and call.push is not None:
+                push = Pushed(call.writer, call.rank, call.push, call.clock)
+                wanted += self._encoding.gradient(block, push)[0][low:high]
+                applied += 1
+        taken = self._taken_over(block)
+        begun = self._went_on(block, low, high, pushes)
+        for client in self.clients:
+            encoder = getattr(client, "encoder", None)
+            if encoder is None:
+                continue
+            left = np.zeros(high - low, np.float64)
+            if client.writer not in taken:
+                if client.writer in begun:
+                    left += encoder.begun[block.id][low:high]
+                for number, which, change in encoder.changes:
+                    if number == block.id and pushes[client.writer] >> which & 1:
+                        left += change[low:high]
+            wanted -= left
+            if client.alive:
+                self._compare_own(encoder, block, low, high, left)
+        off = np.abs(held.value - wanted)
+        if not (off > ROUNDING * LARGEST * max(applied, 1)).any():
+            return []
+        at = int(off.argmax())
+        return [
+            f"block {block.id} on shard {server.number}: element {low + at} is {held.value[at]}, "
+            f"and {applied} gradients less the residuals are {wanted[at]}"
+        ]
+
+    def _went_on(self, block: Block, low: int, high: int, pushes: Sequence[int]) -> set[int]:
+        """Writers that have gone on with a residual of the checkpoint on a shard: not one that
+        ended before the shard had a push of it, if the next one of its rank has."""
+        found, last = set[int](), dict[int, int]()
+        for client in self.clients:
+            encoder = getattr(client, "encoder", None)
+            began = None if encoder is None else encoder.begun.get(block.id)
+            if began is not None and began[low:high].any():
+                last[client.rank] = client.writer
+                if pushes[client.writer]:
+                    found.add(client.writer)
+        return found | set(last.values())
+
+    def _compare_own(
+        self, encoder: RemembersChanges, block: Block, low: int, high: int, left: Any
+    ) -> None:
+        """A client's residual is what its pushes left out that were applied."""
+        own = encoder.residual(block)
+        if own is None or any(each.block.id == block.id for each in encoder.open):
+            return
+        if np.abs(own[low:high] - left).max() > ROUNDING * LARGEST * max(len(encoder.changes), 1):
+            raise Violation(f"block {block.id}: a residual is not what was left out\n{self.again}")
+
+    def _taken_over(self, block: Block) -> set[int]:
+        """Writers of before whose residual is in that of a client of now."""
+        taken = set[int]()
+        paths = {each.path for each in self.fell_to.files} if self.fell_to is not None else set()
+        for (cut, rank), writer in self.captured.items():
+            path = residual_path(block.spec.group_name, block.id, rank)
+            there = any(each.endswith(f"/{path}") for each in paths)
+            if cut == self._cut and writer in self.lost and there:
+                heir = rank if rank < self.scenario.workers else 0
+                heirs = [
+                    client
+                    for client in self.clients
+                    if client.writer not in self.lost
+                    and client.rank == heir
+                    and block.id in getattr(client.encoder, "begun", ())
+                ]
+                if heirs:
+                    taken.add(writer)
+                    self.seen["taken over"] += 1
+                    self.seen["by rank 0"] += heir != rank
+        return taken
+
+
+def resumed_with_residuals(seed: int, **options: Any) -> SimulatedResidualResumes:
+    """Run one seed and check it."""
+    plain: dict[str, Any] = {"workers": 2, "steps": 24, "restarts": True, "others": ()}
+    options = {**plain, "faults": FAULTS, "links": "tcp", **options}
+    cluster = SimulatedResidualResumes(seed, Scenario(**options))
+    cluster.run()
+    cluster.check()
+    return cluster
