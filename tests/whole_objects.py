@@ -30,9 +30,10 @@ class _Put(io.BytesIO):
         self._put = put
 
     def close(self) -> None:
-        if not self.closed:
-            self._put(self.getvalue())
-        super().close()
+        data = None if self.closed else self.getvalue()
+        super().close()  # first: what failed is not put again when it is collected
+        if data is not None:
+            self._put(data)
 
 
 class WholeObjects(AbstractFileSystem):
