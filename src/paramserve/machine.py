@@ -63,6 +63,16 @@ def memory_bytes() -> int | None:
     return min(found, default=None)
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, shared memory that it has touched included; 0: not
+    known. Source: /proc/self/statm, whose second number is in pages (proc(5))."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _folders(controller: str) -> Iterator[Path]:
     """Where this process's limits lie: its cgroup and those around it, of v2 and of v1."""
     with contextlib.suppress(OSError):

@@ -59,6 +59,7 @@ from paramserve.messages import (
     Vote,
     Watch,
     WorkerBeat,
+    WorkerUsage,
     encode,
 )
 from paramserve.rules import SGD, Add
@@ -343,6 +344,7 @@ def meet(waiting: dict[Client, Ticket]) -> None:
 
 
 sent = tuples(st.builds(SentGradients, texts, integers, integers, floats))
+used = st.builds(WorkerUsage, floats, floats, floats, integers, floats)
 calls = st.one_of(
     st.builds(Enlist, integers),
     st.builds(Register, integers, integers, integers, tuples(texts)),
@@ -359,6 +361,7 @@ calls = st.one_of(
         tuples(st.builds(Record, floats, integers, integers, st.just({"a": 1.0}))),
         integers,
         sent,
+        st.none() | used,
     ),
     st.builds(ServerBeat, integers, st.just(()), integers, integers),
 )
@@ -398,12 +401,12 @@ def test_coordinator_survives_what_workers_tell_of_their_gradients(
     harness = Harness(cluster)
 
     @FUZZ
-    @given(told=st.lists(sent, min_size=1, max_size=4))
+    @given(told=st.lists(st.tuples(sent, used), min_size=1, max_size=4))
     def run(told: list[Any]) -> None:
         link = Link.connect([cluster.address], Hello("join"), timeout_s=WAIT_S)
         link.send(encode(Join(-76, 0, 0)))
         for each in told:
-            link.send(encode(WorkerBeat(0, (), 0, each)))
+            link.send(encode(WorkerBeat(0, (), 0, *each)))
         link.send(encode(AskStatus(-77)))
         while (header := link.receive(WAIT_S)) is not None:
             if msgspec.msgpack.decode(header)[:2] == ["status-is", -77]:
@@ -413,6 +416,10 @@ def test_coordinator_survives_what_workers_tell_of_their_gradients(
             assert rank == 0
             assert min(each.sent_bytes, each.plain_bytes, each.residual_norm) >= 0
             heard.append(each.sent_bytes)
+        for rank, usage in status.usage:
+            assert rank == 0
+            assert usage == WorkerUsage() or min(usage.seconds, usage.waited_s) >= 0.0
+            assert 0.0 <= usage.looped <= 1.0
         link.send(encode(Leave(-78)))
         while (header := link.receive(WAIT_S)) is not None:
             if msgspec.msgpack.decode(header)[:2] == ["ok", -78]:

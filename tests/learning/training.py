@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.pytorch.loader import load
 
 SEEDS = (1, 2, 3)
@@ -74,7 +75,8 @@ def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
     return SimpleNamespace(
         client=SimpleNamespace(
-            connection=SimpleNamespace(before=0, restarts=False), steps=SimpleNamespace()
+            connection=SimpleNamespace(before=0, restarts=False),
+            steps=SimpleNamespace(loop=LoopProgress()),
         ),
         rank=rank,
         workers=workers,

@@ -70,6 +70,7 @@ class Client:
         self.steps = Steps(exchange, rank, waits, GroupTraits(connection.consistency))
         self.steps.first = connection.rank < connection.first
         connection.tell_sent(self.steps.sent_gradients)
+        connection.tell_usage(self.steps.usage)
         self.steps.resume(connection.found, returned=connection.returned)
         self.residuals = Residuals(connection, self.steps)
         self.directory = Directory(connection, self.steps, self.residuals)

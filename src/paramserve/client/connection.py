@@ -34,6 +34,7 @@ from paramserve.messages import (
     SentGradients,
     ServerBeat,
     Status,
+    WorkerUsage,
 )
 from paramserve.transport import forks
 from paramserve.transport.control import ControlLink
@@ -351,6 +352,16 @@ class Connection:
             return () if found is None else found()
 
         self._heartbeat.sent_gradients = told
+
+    def tell_usage(self, asked: Callable[[], WorkerUsage]) -> None:
+        """Let each heartbeat tell what this method says of the client's time and memory."""
+        method = WeakMethod(asked)
+
+        def told() -> WorkerUsage | None:
+            found = method()
+            return None if found is None else found()
+
+        self._heartbeat.usage = told
 
     def hear_of_cuts(self, cut_at: Callable[[int, int], None]) -> None:
         """Have this method told of each cut for a checkpoint, with the number of this client's last

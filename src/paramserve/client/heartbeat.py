@@ -11,7 +11,14 @@ from collections.abc import Callable
 
 from paramserve.config import Limits
 from paramserve.errors import ParamServeError
-from paramserve.messages import Record, ResidualsWanted, SentGradients, WorkerBeat, encode
+from paramserve.messages import (
+    Record,
+    ResidualsWanted,
+    SentGradients,
+    WorkerBeat,
+    WorkerUsage,
+    encode,
+)
 from paramserve.transport.control import ControlLink
 
 logger = logging.getLogger("paramserve")
@@ -53,6 +60,8 @@ class Heartbeat:
         self.cut_at: Callable[[int, int], None] | None = None
         """Is told of cuts for checkpoints, with the last number of this client in each; None:
         it wants to know of none."""
+        self.usage: Callable[[], WorkerUsage | None] = lambda: None
+        """What the client has done with its time so far."""
         self._told: tuple[SentGradients, ...] = ()
         """Of that, what the coordinator knows."""
         self._clock = 0
@@ -133,7 +142,8 @@ class Heartbeat:
         # Of records that follow each other: what is dropped in between belongs to the next beat.
         told = self.sent_gradients()
         news = told if told != self._told else ()
-        beat = WorkerBeat(clock, tuple(each[2] for each in taken), first, news)
+        records = tuple(each[2] for each in taken)
+        beat = WorkerBeat(clock, records, first, news, self.usage())
         sent = self._control.notify(beat)
         if not sent and self._control.restore(ended=self._ended):
             sent = self._control.notify(beat)

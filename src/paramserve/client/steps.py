@@ -16,6 +16,7 @@ from paramserve.client.clocks import ClientClocks
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.links import Pushed
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import Saving
 from paramserve.client.step_parts import (
     BlockPush,
@@ -34,6 +35,7 @@ from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import NotAMember, ParamServeError, PushTimeout, Timeout
+from paramserve.machine import resident_bytes
 from paramserve.messages import (
     CURRENT_CLOCK,
     Done,
@@ -48,6 +50,7 @@ from paramserve.messages import (
     ShardRequest,
     Step,
     SuspendMembership,
+    WorkerUsage,
 )
 
 Array = npt.NDArray[Any]
@@ -93,6 +96,7 @@ class Steps(ClientClocks):
         next_mark: is called once for each call that ends a clock, in order, and gives its mark
             (lease, samples); None: there are none.
         saving: what this worker has saved; None: nothing.
+        loop: of the worker over its batches.
     """
 
     def __init__(
@@ -116,10 +120,14 @@ class Steps(ClientClocks):
         """As `WorkerConfig.run`."""
         self.epochs = 0
         """Epochs that loops over `loader.epochs` have begun, with those that they left out."""
+        self.loop = LoopProgress()
         self._factor = 1.0
         self._found: frozenset[str] = frozenset()
         """Groups that were there when this client came."""
         self.now = exchange.now
+        self._began = self.now()
+        self._encoded_s = 0.0
+        """Seconds in codecs."""
         self.give_back = exchange.give_back
         self.encoder: Encoder | None = None
         """Of gradients, where a block has a codec for them."""
@@ -191,6 +199,16 @@ class Steps(ClientClocks):
         """Of each group what its gradients took on the wire, where a codec has encoded some. May be
         called without the lock."""
         return () if self.encoder is None else self.encoder.report()
+
+    def usage(self) -> WorkerUsage:
+        """What this client has done with its time. May be called without the lock."""
+        return WorkerUsage(
+            self.now() - self._began,
+            self._exchange.waited_s,
+            self._encoded_s,
+            resident_bytes(),
+            self.loop.done,
+        )
 
     def undefined(self, block: Block) -> None:
         """A block was not defined after all."""
@@ -500,6 +518,7 @@ class Steps(ClientClocks):
             values: gets the slots that are taken.
         """
         encoded: dict[int, Encoded] = {}
+        began = self.now()
         clock = self.clocks.get(parts.block.group_name, 0)
         for push, slot in parts.pushes:
             codec = push.block.push_codec
@@ -511,6 +530,7 @@ class Steps(ClientClocks):
                 whole = encoder.whole(push, values)
                 if whole is not None:
                     encoded[push.block.id] = whole
+        self._encoded_s += self.now() - began
         return encoded
 
     def _defined(self) -> Iterator[Block]:

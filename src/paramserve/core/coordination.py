@@ -17,6 +17,7 @@ from paramserve.core.cluster_state import ClusterRecord, ClusterState
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
 from paramserve.core.own_speeds import OwnSpeeds
 from paramserve.core.sent_gradients import SentByRank
+from paramserve.core.worker_usage import UsageByRank
 from paramserve.errors import (
     CheckpointError,
     ConnectTimeout,
@@ -219,6 +220,7 @@ class Coordination:
         self._page_bytes_max = min(STATUS_BYTES_MAX, config.limits.header_bytes_max // 4)
         self._sent = SentByRank()
         self._speeds = OwnSpeeds()
+        self._usage = UsageByRank()
         self._first_record = 0
         self._lost_records = 0
         self._now = 0.0
@@ -516,7 +518,9 @@ class Coordination:
                 self.checkpoints.cut_written(message, self._now)
 
     def _log(self, party: Party, message: WorkerBeat) -> None:
-        """Keep what a client has logged and sent, and count what it has dropped."""
+        """Keep what a client has logged, sent and used, and count what it has dropped."""
+        if message.usage is not None and party.rank != NO_RANK:
+            self._usage.heard(party.rank, party.client, message.usage)
         if message.sent and party.rank != NO_RANK:
             known = [each for each in message.sent if self.directory.has_group(each.group)]
             self._sent.heard(party.rank, party.client, known)
@@ -671,6 +675,7 @@ class Coordination:
             self.checkpoints.report(self._now) if self.checkpoints is not None else None,
             self._sent.report(),
             self._speeds.report(self._living()),
+            self._usage.report(self._living()),
         )
 
     def _open_collective(self) -> OpenCollective | None:

@@ -215,6 +215,12 @@ class Shard:
         effects.deadline = deadline
         return effects
 
+    @property
+    def waiting(self) -> int:
+        """Requests that are held until something has come, and those behind them."""
+        sessions = self.sessions.by_client.values()
+        return sum((each.held is not None) + len(each.queue) for each in sessions)
+
     def report(
         self, *, notes: bool = False, saved: tuple[str, int, int] | None = None
     ) -> tuple[GroupReport, ...]:

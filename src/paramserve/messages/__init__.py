@@ -70,6 +70,7 @@ from paramserve.messages.coordinator import (
     Status,
     TellSpeed,
     WorkerBeat,
+    WorkerUsage,
 )
 from paramserve.messages.leases import (
     DatasetSize,
@@ -259,6 +260,7 @@ __all__ = [
     "Found",
     "Record",
     "WorkerBeat",
+    "WorkerUsage",
     "Member",
     "Members",
     "ServerNotice",

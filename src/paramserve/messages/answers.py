@@ -136,6 +136,10 @@ class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
     """Peers that its listeners have closed before they were known."""
     written: int = 0
     """Bytes that it has written of the checkpoint under way."""
+    memory_bytes: int = 0
+    """Resident, of its process; 0: not known."""
+    waiting: int = 0
+    """Requests that it holds until something has come, and those behind them."""
 
 
 ShardReply = Done | Refused | Waiting | ServerBeat

@@ -186,6 +186,21 @@ class SentGradients(Struct, frozen=True, array_like=True):
     residual_norm: float
 
 
+class WorkerUsage(Struct, frozen=True, array_like=True):
+    """What a client has done with its time, since it came, and its process with memory.
+
+    `seconds`: since it came. `waited_s`: of these, for answers of servers; `encoded_s`: in codecs.
+    `memory_bytes`: resident, 0: not known. `looped`: the part of its loop over batches that is
+    done, from 0 to 1; 0: not known.
+    """
+
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    encoded_s: float = 0.0
+    memory_bytes: int = 0
+    looped: float = 0.0
+
+
 class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
     """Heartbeat of a client, with what it logged since the last one. `sent`: of all groups, or none
     where it is as it was in the last one.
@@ -198,6 +213,7 @@ class WorkerBeat(Struct, frozen=True, array_like=True, tag="worker-beat"):
     records: tuple[Record, ...] = ()
     first_record: int = 0
     sent: tuple[SentGradients, ...] = ()
+    usage: WorkerUsage | None = None
 
 
 class Member(Struct, frozen=True, array_like=True):
@@ -385,6 +401,8 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     """By rank, what was sent encoded since the coordinator began."""
     speeds: tuple[tuple[int, OwnSpeed], ...] = ()
     """By rank that lives, of groups whose workers scale their own steps by their speed."""
+    usage: tuple[tuple[int, WorkerUsage], ...] = ()
+    """By rank that lives, as of its last heartbeat."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):

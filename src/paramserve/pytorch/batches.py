@@ -230,7 +230,9 @@ def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
         if worker.retiring:
             return
         steps.epochs += 1
+        steps.loop.epoch(epoch - first, epochs - first)
         yield epoch
+    steps.loop.epochs_over()
 
 
 def ahead(

@@ -118,11 +118,15 @@ class LeasedLoader:
         if torch.is_grad_enabled():
             self._worker.looped = True
         work.begin()
+        # By equal shares: how many batches this rank gets is known at the end.
+        loop, number = self._worker.client.steps.loop, 0
         try:
             while True:
                 with closing(self._drawn()) as drawn:
                     for batch in drawn:
                         work.delivered()
+                        loop.batch(number, work.batches_expected)
+                        number += 1
                         yield batch
                         if work.retiring:
                             work.settle()

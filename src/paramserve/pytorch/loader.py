@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.company import all_have_stopped
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import RANDOM
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
@@ -244,8 +245,10 @@ class Loader:
         if self._epochs.ended:
             self._tell_if_alone()
         missed, late, begun = worker.missed, 0, self._epochs.next
+        loop = worker.client.steps.loop if torch.is_grad_enabled() else LoopProgress()
         with closing(self._loaded(first, self._length - done)) as loaded:
-            for epoch, batch in loaded:
+            for number, (epoch, batch) in enumerate(loaded, done):
+                loop.batch(number, self._length)
                 if epoch != begun:
                     begun = epoch
                     self._tell_if_alone()
@@ -259,6 +262,7 @@ class Loader:
                     late -= 1
                 else:
                     yield batch
+        loop.batch(1, 1)
         self._epochs.ended = self._epochs.ended or torch.is_grad_enabled()
 
     def _tell_if_alone(self) -> None:

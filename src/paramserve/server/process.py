@@ -8,6 +8,7 @@ import secrets
 
 import msgspec
 
+from paramserve import machine
 from paramserve.checkpoint.folder import answer_probe
 from paramserve.checkpoint.locations import storage_at
 from paramserve.compiling import load_if_compiled
@@ -76,7 +77,15 @@ def process_role(
     saved = saved_residuals(shard, plan) if plan.resume else None
     wake_s = SYSTEM.wake_s()
     return ServerRole(
-        config, shard, loop, control, dial, storage=storage, saved=saved, wake_s=wake_s
+        config,
+        shard,
+        loop,
+        control,
+        dial,
+        storage=storage,
+        saved=saved,
+        wake_s=wake_s,
+        memory_bytes=machine.resident_bytes,
     )
 
 

@@ -115,6 +115,7 @@ class ServerRole:
         saved: the residuals of the checkpoint that the shard goes on from, if there are any.
         needed: what has to run before a block can be defined.
         wake_s: what waking this process costs, in seconds; 0.0: nothing.
+        memory_bytes: how much memory this process has; 0: not known.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ServerRole:
         saved: SavedResiduals | None = None,
         needed: Needed = needed,
         wake_s: float = 0.0,
+        memory_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.config = config
         self.shard = shard
@@ -137,6 +139,7 @@ class ServerRole:
         self._control = control
         self._loop = loop
         self._needed = needed
+        self._memory_bytes = memory_bytes
         self._parties: dict[Connection, int] = {}
         """By connection, its client; 0: another server; -1: nothing that it sends counts;
         `RESIDUALS`: a client's for its residual."""
@@ -506,6 +509,8 @@ class ServerRole:
             self.shard.sessions.members_number,
             sum(each.refused for each in self.listeners),
             self._checkpoints.nbytes,
+            self._memory_bytes(),
+            self.shard.waiting,
         )
 
     def begin_cut(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.pytorch.loader import load, sampler
 from paramserve.worker import Worker
@@ -42,7 +43,8 @@ def worker(
     """
     return SimpleNamespace(
         client=SimpleNamespace(
-            connection=SimpleNamespace(before=before, restarts=False), steps=SimpleNamespace()
+            connection=SimpleNamespace(before=before, restarts=False),
+            steps=SimpleNamespace(loop=LoopProgress()),
         ),
         rank=rank,
         workers=workers,
@@ -236,6 +238,7 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
             missed=0,
             retiring=False,
             clocks={"model": 2, "lm": 2},
+            loop=LoopProgress(),
             terms=lambda group: SimpleNamespace(policy=policies.get(group, Sync())),
         ),
     )
@@ -348,3 +351,22 @@ def test_loader_that_shares_alike_refuses_what_other_workers_had_begun() -> None
         load(refused, numbers(40), batch_size=5)
     anew = load(refused, numbers(40), batch_size=5, resume=False)
     assert indices(anew) == indices(load(worker(workers=2), numbers(40), batch_size=5))
+
+
+# --- how far the loop is, for whoever watches ----------------------------------------------------
+
+
+def test_loader_tells_how_much_of_its_loop_is_done() -> None:
+    me = worker(steps_before=2)
+    done = [me.client.steps.loop.done for _ in load(me, numbers(40), batch_size=10, epochs=2)]
+    assert done == [each / 8 for each in range(2, 8)], "what a restart leaves out is done"
+    assert me.client.steps.loop.done == 1.0
+
+
+def test_evaluation_leaves_what_is_told_of_the_loop() -> None:
+    me = worker()
+    me.client.steps.loop.batch(1, 4)
+    with torch.no_grad():
+        for _ in load(me, numbers(40), batch_size=10):
+            pass
+    assert me.client.steps.loop.done == 0.25

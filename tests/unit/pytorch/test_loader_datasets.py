@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.pytorch.loader import load, sampler
 from paramserve.worker import Worker
 
@@ -52,7 +53,7 @@ def worker() -> Worker:
         connection=SimpleNamespace(
             workers=1, incarnation=1, control=None, restarts=False, before=0
         ),
-        steps=SimpleNamespace(missed=0, retiring=False, clocks={}),
+        steps=SimpleNamespace(missed=0, retiring=False, clocks={}, loop=LoopProgress()),
     )
     return Worker(client, seed=3)
 

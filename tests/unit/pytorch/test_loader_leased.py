@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paramserve.client.leases import LeasedWork
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.core.leases import LeaseBook
 from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
@@ -91,6 +92,7 @@ class FakeClient:
         self.pending = False
         self.retiring = False
         self.missed = 0
+        self.loop = LoopProgress()
         self.waited_s = 0.0
         self.patience_s = 60.0
         self.waits = self

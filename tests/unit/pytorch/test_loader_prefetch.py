@@ -12,6 +12,7 @@ from tests.unit.pytorch.test_loader import indices, numbers
 from tests.unit.pytorch.test_loader import worker as plain_worker
 from tests.unit.pytorch.test_loader_leased import FakeCluster, in_turns, samples, stepping, tensors
 
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.row_reads import TableRead
 from paramserve.client.table import Table
 from paramserve.compiling import load_routing
@@ -34,6 +35,7 @@ class Asked:
         self.known: dict[str, Table] = {}
         self.keyed: Any = SimpleNamespace(reads=None)
         self.connection = SimpleNamespace(before=0, restarts=False)
+        self.steps = SimpleNamespace(loop=LoopProgress())
 
     def table(self, name: str) -> Table:
         block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2, labels=0))

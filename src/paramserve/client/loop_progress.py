@@ -1,0 +1,28 @@
+"""How much of a worker's loop over batches is done, for whoever watches the run."""
+
+from __future__ import annotations
+
+
+class LoopProgress:
+    """A loop over batches, within a loop over epochs or by itself.
+
+    Attributes:
+        done: the part of the outer loop that is done, from 0 to 1; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0.0
+        self._epoch, self._epochs = 0, 1
+
+    def epoch(self, number: int, epochs: int) -> None:
+        """An epoch begins: so many of these were done before it."""
+        self._epoch, self._epochs = number, epochs
+        self.done = number / epochs
+
+    def batch(self, number: int, batches: int) -> None:
+        """A batch is taken: so many of the epoch's, or of the loop's, were done before it."""
+        self.done = (self._epoch + min(number / batches, 1.0)) / self._epochs
+
+    def epochs_over(self) -> None:
+        """The loop over epochs has ended; what comes is by itself."""
+        self.done, self._epoch, self._epochs = 1.0, 0, 1
