@@ -132,9 +132,7 @@ def main() -> None:
             of = losses.setdefault(what, {}).setdefault(name, [])
             for seed in range(options.seeds):
                 arguments = (name, options.steps)
-                result = ps.run(
-                    function, args=arguments, workers=WORKERS, seed=seed, progress=False
-                )
+                result = ps.run(function, args=arguments, workers=WORKERS, seed=seed, show="none")
                 of.append(result.returns[0])
     table = Table(title=f"last loss, mean of {options.seeds} seeds", title_justify="left")
     table.add_column("codec")

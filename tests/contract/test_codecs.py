@@ -587,7 +587,7 @@ def _trains(worker: Worker) -> int:
 
 
 def test_result_of_a_run_tells_bytes_as_sent_and_as_they_were_and_what_is_left_out() -> None:
-    result = ps.run(_trains, workers=2, consistency=ps.Async(), progress=False)
+    result = ps.run(_trains, workers=2, consistency=ps.Async(), show="none")
     sent = result.groups["model"].sent_by_rank
     assert {rank: each.plain_bytes for rank, each in sent.items()} == {
         rank: 4 * 5000 * steps for rank, steps in result.returns.items()
@@ -620,7 +620,7 @@ def test_run_that_goes_on_ends_as_an_unbroken_one_where_nothing_is_kept_of_what_
     codec = Int8(rounding="stochastic", even_local=True, feedback=False)
 
     def run(stop: int, **options: Any) -> Any:
-        result = ps.run(_steps_on, args=(codec, stop), workers=2, progress=False, **options)
+        result = ps.run(_steps_on, args=(codec, stop), workers=2, show="none", **options)
         assert set(result.returns.values()) == {stop}
         return result.values["model"]["w"]
 

@@ -378,7 +378,7 @@ def test_sync_run_that_is_interrupted_ends_bit_by_bit_as_an_unbroken_one(tmp_pat
     options: dict[str, Any] = {"workers": 2, "servers": 2, "consistency": Sync()}
 
     def run(**given: Any) -> Any:
-        return ps.run(_steps, args=(False,), progress=False, **options, **given).values["model"]
+        return ps.run(_steps, args=(False,), show="none", **options, **given).values["model"]
 
     unbroken = run()
     folder = tmp_path / "run"

@@ -332,7 +332,7 @@ def test_interrupted_run_goes_on_with_the_results_of_its_first_calls(tmp_path: P
         os.kill(os.getpid(), signal.SIGINT)
 
     goes_on = functools.partial(
-        ps.run, victims.agrees, workers=2, checkpoint=folder, resume=True, progress=False
+        ps.run, victims.agrees, workers=2, checkpoint=folder, resume=True, show="none"
     )
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -85,13 +85,13 @@ def test_run_trains_and_passes_the_scripts_arguments_on(script: Path) -> None:
 
 
 def test_run_works_for_a_script_in_the_present_folder(script: Path) -> None:
-    done = call("run", "script.py:train", "--quiet", cwd=script.parent)
+    done = call("run", "script.py:train", "--show", "none", cwd=script.parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
 
 def test_run_failure_is_told_with_the_traceback_and_exit_code_1(script: Path) -> None:
-    done = call("run", f"{script}:broken", "--quiet")
+    done = call("run", f"{script}:broken", "--show", "none")
     assert done.returncode == 1
     assert "worker 0 raised LookupError: no data" in done.stderr
     assert "script.py" in done.stderr
@@ -134,7 +134,7 @@ def test_run_of_a_function_that_is_not_there_tells_those_that_are(script: Path) 
 def test_run_ctrl_c_gives_130_and_one_line_within_2_s(script: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    command = [*COMMAND, "run", f"{script}:forever", "--workers", "2", "--quiet"]
+    command = [*COMMAND, "run", f"{script}:forever", "--workers", "2", "--show", "none"]
     running = subprocess.Popen(
         [*command, "--", "--pipe", str(pipe)], stderr=subprocess.PIPE, text=True
     )

@@ -39,6 +39,6 @@ def test_helper_that_outlives_its_worker_prints_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = tmp_path / "told"
-    ps.run(starts_helper, args=(str(told),), workers=2, progress=False)
+    ps.run(starts_helper, args=(str(told),), workers=2, show="none")
     assert told.exists()  # nothing ended it
     assert "[rank 0] helper line 19\n" in capfd.readouterr().out

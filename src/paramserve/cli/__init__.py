@@ -23,6 +23,7 @@ from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
+from paramserve.observe.view import SHOWS, Show
 
 if TYPE_CHECKING:
     from paramserve.launch import Result
@@ -67,7 +68,13 @@ def cli() -> None:
     show_default=True,
     help="ray: on the Ray cluster that RAY_ADDRESS names, or a local one.",
 )
-@click.option("--quiet", is_flag=True, help="No progress lines.")
+@click.option(
+    "--show",
+    type=click.Choice(SHOWS),
+    default="table",
+    show_default=True,
+    help="How far the run is, each second; elsewhere than on a terminal a line.",
+)
 @click.option(
     "--save",
     "out",
@@ -101,7 +108,7 @@ def run(
     target: str,
     script_args: tuple[str, ...],
     consistency: str,
-    quiet: bool,
+    show: Show,
     on_worker_death: str,
     rules: tuple[str, ...],
     engine: str,
@@ -132,7 +139,7 @@ def run(
             policies=policies,
             codecs=codecs,
             engine=_engine(engine),
-            progress=not quiet,
+            show=show,
             resume=resume_from if resume_from is not None else resume,
             **options,
         )

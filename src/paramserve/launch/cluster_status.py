@@ -39,7 +39,7 @@ class ClusterStatus:
             told = self._overview.fresh(STATUS_S)
             saved = told.checkpoints
             checkpoints = checkpoint_status(saved) if saved is not None and saved.folder else None
-            return of_cluster(told, self._overview.latest, checkpoints)
+            return of_cluster(told, self._overview.latest, checkpoints, self._overview.logged)
 
     def close(self) -> None:
         with self._lock:

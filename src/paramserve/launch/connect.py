@@ -249,7 +249,8 @@ class Handle:
             told = structs.replace(told, servers=self._beats(told))
             report = told.checkpoints
             checkpoints = checkpoint_status(report) if report is not None else None
-            return of_cluster(told, self._following().latest, checkpoints)
+            following = self._following()
+            return of_cluster(told, following.latest, checkpoints, following.logged)
 
     def _told(self) -> Status:
         """What the coordinator says now. Raises as `status`."""

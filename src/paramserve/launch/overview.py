@@ -31,6 +31,7 @@ from paramserve.messages import (
     SentGradients,
     ServerBeat,
     Status,
+    WorkerUsage,
     encode,
 )
 from paramserve.transport.link import Link
@@ -76,6 +77,7 @@ class Overview:
     Attributes:
         status: the last answer, or None before the first.
         latest: the last value of each name that workers logged.
+        logged: the same by rank.
         records: everything that workers logged, in the order in which the coordinator had it.
         followers: are called with records as they come in, in this line's thread.
         dropped_records: how many were lost because they came too fast: in workers, at the
@@ -96,6 +98,7 @@ class Overview:
         self.status: Status | None = None
         self.records: deque[Record] = deque(maxlen=RECORDS_MAX)
         self.latest: dict[str, float] = {}
+        self.logged: dict[int, dict[str, float]] = {}
         self.followers: list[Callable[[Sequence[Record]], None]] = []
         self.dropped_records = 0
         self.error: Exception | None = None
@@ -149,6 +152,11 @@ class Overview:
     def speeds(self) -> tuple[tuple[int, OwnSpeed], ...]:
         """Of each rank that lives and scales its own steps, how fast it makes them."""
         return self.status.speeds if self.status is not None else ()
+
+    @property
+    def usage(self) -> tuple[tuple[int, WorkerUsage], ...]:
+        """Of each rank that lives, what it told of its time and memory."""
+        return self.status.usage if self.status is not None else ()
 
     def tick(self, now: float) -> None:
         """Ask if it is time, and take what has come. A broken line is made anew with a later one;
@@ -360,6 +368,7 @@ class Overview:
             follower(answer.records)
         for record in answer.records:
             self.latest.update(record.values)
+            self.logged.setdefault(record.rank, {}).update(record.values)
         self._next_record, self._end_record = answer.next_record, answer.end_record
         if self._next_record < self._end_record:
             self._next_at = 0.0  # there are more

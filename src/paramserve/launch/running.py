@@ -45,7 +45,14 @@ from paramserve.launch.result import Result, result_of, returns_of, steps_of, un
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
 from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
-from paramserve.observe.status import GroupStatus, RunStatus, by_group, trained_only
+from paramserve.observe.status import (
+    GroupStatus,
+    RunStatus,
+    by_group,
+    server_loads,
+    trained_only,
+    worker_loads,
+)
 from paramserve.reporters import Feed, RunInfo
 
 logger = logging.getLogger("paramserve")
@@ -232,14 +239,18 @@ class Job:
         a quarter of a second; `job.handle().status()` asks the servers.
         """
         supervisor = self._supervisor
+        overview = supervisor.overview
         return RunStatus(
             state=supervisor.state,
             seconds=supervisor.seconds,
             workers=supervisor.roster.worker_states(),
-            groups=by_group(self._beats(), supervisor.overview.sent, supervisor.overview.speeds),
-            metrics=dict(supervisor.overview.latest),
+            groups=by_group(self._beats(), overview.sent, overview.speeds),
+            metrics=dict(overview.latest),
             checkpoints=supervisor.checkpoints,
             rollbacks=tuple(supervisor.rollbacks),
+            loads=worker_loads(overview.usage),
+            servers=server_loads(self._beats()),
+            logged={rank: dict(each) for rank, each in list(overview.logged.items())},
         )
 
     def checkpoint(self, timeout_s: float | None = None) -> SavedCheckpoint:

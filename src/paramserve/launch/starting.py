@@ -49,7 +49,7 @@ from paramserve.launch.running import Job
 from paramserve.launch.signals import interrupt_by_sigterm
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.machine import cores
-from paramserve.observe.progress import wanted, watch
+from paramserve.observe.view import Show, checked, watch
 from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.worker import WorkerConfig
 
@@ -127,8 +127,8 @@ def _by_name(begin: Callable[P, R]) -> Callable[P, R]:
 
 def _instead(name: str, known: Sequence[str]) -> str:
     """What to write in place of an option that there is not."""
-    if name == "progress":  # of `run`
-        return ": paramserve.observe.watch(job) shows the progress of a job"
+    if name == "show":  # of `run`
+        return ": paramserve.observe.watch(job) shows how far a job is"
     if meant := did_you_mean(name, known):
         return meant
     return f": for an argument of the training function write kwargs={{{name!r}: ...}}"
@@ -165,7 +165,7 @@ def start(
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
 
-    The arguments are those of `run`, but for `progress`: `paramserve.observe.watch` shows it.
+    The arguments are those of `run`, but for `show`: `paramserve.observe.watch` shows it.
 
     Raises:
         ValueError, TypeError: a wrong argument, or a function that cannot be pickled. Nothing
@@ -204,7 +204,7 @@ def run(
     on_server_death: OnServerDeath | None = None,
     show_rank: bool = True,
     report_to: Sequence[Any] = (),
-    progress: bool | None = None,
+    show: Show | None = None,
 ) -> Result:
     """Run a training function on workers, with its parameters on servers; returns at the end.
 
@@ -265,8 +265,10 @@ def run(
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
             `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, or your own, see `ps.Reporter`.
-        progress: whether a line on standard error says how far the run is, rewritten each second;
-            None: on a terminal and in a notebook. True elsewhere: a new line each second.
+        show: how far the run is, on standard error and each second: "table", with a row for each
+            worker and server; "line"; or "none". Elsewhere than on a terminal and in a notebook the
+            first two are a new line each second. None: a table on a terminal and in a notebook, and
+            elsewhere nothing. See `observe.watch`.
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
@@ -287,14 +289,12 @@ def run(
     job: Job | None = None
     with contextlib.ExitStack() as stack:
         try:
-            del given["progress"]
-            if progress not in (None, True, False):
-                raise TypeError(f"progress must be True, False or None, not {progress!r}")
-            shows = wanted(progress)
+            del given["show"]
+            shows = checked(show)
             interrupt_by_sigterm(stack)
             job = _job(_Arguments(**given))
             job.launch()
-            with job, watch(job) if shows else contextlib.nullcontext():
+            with job, watch(job, show=shows):
                 return job.wait()
         except KeyboardInterrupt as interrupt:
             _keep(job, interrupt)

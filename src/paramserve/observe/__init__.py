@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from paramserve.observe.checkpoints import CheckpointStatus
-from paramserve.observe.progress import Progress, watch
+from paramserve.observe.progress import Progress
 from paramserve.observe.status import (
     GroupStatus,
     RunStatus,
     SentStatus,
+    ServerLoad,
     SpeedStatus,
     Staleness,
     TableStatus,
+    WorkerLoad,
 )
+from paramserve.observe.view import watch
 
 __all__ = [
     "watch",
@@ -22,5 +25,7 @@ __all__ = [
     "TableStatus",
     "SentStatus",
     "SpeedStatus",
+    "WorkerLoad",
+    "ServerLoad",
     "CheckpointStatus",
 ]

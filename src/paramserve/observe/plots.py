@@ -8,7 +8,7 @@ from typing import Any
 
 from paramserve.messages import Record
 from paramserve.observe.history import StepRecord
-from paramserve.observe.progress import in_notebook
+from paramserve.observe.view import in_notebook
 
 Curves = Mapping[int, tuple[Sequence[int], Sequence[float]]]
 """By rank: clocks, and a value for each."""

@@ -16,6 +16,7 @@ from paramserve.messages import (
     ServerBeat,
     Status,
     TableReport,
+    WorkerUsage,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class GroupStatus:
         sent_by_rank: of each worker that has sent gradients of the group encoded, since the servers
             began: again from 0 where the run has gone back to a checkpoint.
         speed_by_rank: of each worker that lives, under `ps.AsyncLocalSteps(scale_steps=True)`.
+        steps_by_rank: of each worker, also of those that have left.
     """
 
     version: int
@@ -133,6 +135,7 @@ class GroupStatus:
     table: TableStatus | None = None
     sent_by_rank: Mapping[int, SentStatus] = field(default_factory=dict)
     speed_by_rank: Mapping[int, SpeedStatus] = field(default_factory=dict)
+    steps_by_rank: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def sent_bytes(self) -> int:
@@ -151,6 +154,47 @@ class GroupStatus:
 
 
 @dataclass(frozen=True)
+class WorkerLoad:
+    """What a worker that lives has done with its time, as of its last heartbeat.
+
+    Attributes:
+        seconds: since it came.
+        waited_s: of these, for answers of servers, as of calls that have returned.
+        encoded_s: of these, in codecs of gradients.
+        memory_bytes: of its process, in RAM; 0: not known.
+        looped: the part of its loop over a loader's batches, or over `loader.epochs`, that is done,
+            from 0 to 1; 0: not known.
+    """
+
+    seconds: float
+    waited_s: float
+    encoded_s: float
+    memory_bytes: int
+    looped: float
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """What a server has to do, as of its last heartbeat.
+
+    Attributes:
+        value_bytes: of the parameters that it holds, tables' rows not included.
+        table_bytes: memory of rows, rule state and index.
+        pushes: gradients of workers that it has applied or buffered.
+        waiting: requests that it holds until something has come, and those behind them.
+        clients: that it knows.
+        memory_bytes: of its process, in RAM; 0: not known.
+    """
+
+    value_bytes: int
+    table_bytes: int
+    pushes: int
+    waiting: int
+    clients: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """How a run stands.
 
@@ -165,6 +209,9 @@ class RunStatus:
         metrics: the last value of each name that a worker logged.
         checkpoints: how its checkpoints stand; None: it writes none.
         rollbacks: of each time that it went back to a checkpoint.
+        loads: of each worker that lives, by rank.
+        servers: by number.
+        logged: by rank, the last value of each name that it logged.
     """
 
     state: str
@@ -174,6 +221,9 @@ class RunStatus:
     metrics: Mapping[str, float]
     checkpoints: CheckpointStatus | None = None
     rollbacks: Sequence[Rollback] = ()
+    loads: Mapping[int, WorkerLoad] = field(default_factory=dict)
+    servers: Mapping[int, ServerLoad] = field(default_factory=dict)
+    logged: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def progress(self) -> str:
         """How far the run has got, in one line, in steps of all workers together."""
@@ -196,6 +246,12 @@ class RunStatus:
         return trained_only(self.groups)
 
     @property
+    def looped(self) -> float:
+        """The part of the loop over batches that the slowest worker that lives has done, from 0 to
+        1; 0: not known."""
+        return min((each.looped for each in self.loads.values()), default=0.0)
+
+    @property
     def staffing(self) -> tuple[int, int]:
         """How many workers work or have returned, of how many that the run wants to have."""
         states = [state for state in self.workers.values() if state not in RETIRED]
@@ -208,7 +264,10 @@ def trained_only(groups: Mapping[str, T]) -> dict[str, T]:
 
 
 def of_cluster(
-    told: Status, metrics: Mapping[str, float], checkpoints: CheckpointStatus | None = None
+    told: Status,
+    metrics: Mapping[str, float],
+    checkpoints: CheckpointStatus | None = None,
+    logged: Mapping[int, Mapping[str, float]] | None = None,
 ) -> RunStatus:
     """How a cluster stands that no driver runs: "running" as long as a worker may step or is to be
     started again, "finished" when all that were expected have come and gone."""
@@ -218,7 +277,42 @@ def of_cluster(
     if states and all(member.state in ("left", "dead") for member in told.members):
         state = "finished"
     groups = by_group(told.servers, told.sent, told.speeds)
-    return RunStatus(state, told.seconds, workers, groups, dict(metrics), checkpoints)
+    return RunStatus(
+        state,
+        told.seconds,
+        workers,
+        groups,
+        dict(metrics),
+        checkpoints,
+        loads=worker_loads(told.usage),
+        servers=server_loads(told.servers),
+        logged=dict(logged or {}),
+    )
+
+
+def worker_loads(told: Iterable[tuple[int, WorkerUsage]]) -> dict[int, WorkerLoad]:
+    """What each rank told of its time and memory."""
+    return {
+        rank: WorkerLoad(
+            each.seconds, each.waited_s, each.encoded_s, each.memory_bytes, each.looped
+        )
+        for rank, each in told
+    }
+
+
+def server_loads(beats: Iterable[ServerBeat]) -> dict[int, ServerLoad]:
+    """What each server told of what it has to do."""
+    return {
+        beat.shard: ServerLoad(
+            beat.value_bytes,
+            sum(each.table.memory_bytes for each in beat.groups if each.table is not None),
+            sum(pushes for each in beat.groups for _, pushes, _, _ in each.staleness),
+            beat.waiting,
+            beat.clients,
+            beat.memory_bytes,
+        )
+        for beat in beats
+    }
 
 
 def by_group(
@@ -315,6 +409,7 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
         dropped_by_rank=_dropped(shards),
         buffered=max(report.buffered for report in shards),
         kept_bytes=sum(report.kept_bytes for report in shards),
+        steps_by_rank=dict(sorted(steps.items())),
         table=_table([report.table for report in shards if report.table is not None]),
     )
 

@@ -90,7 +90,7 @@ def test_warning_about_no_line_of_the_user_is_one_line(
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = shown
-        assert main(["run", f"{script}:train", "--quiet"]) == 0
+        assert main(["run", f"{script}:train", "--show", "none"]) == 0
         assert warnings.showwarning is shown
     out, told = capsys.readouterr()
     assert told == "paramserve: of the run\n"
@@ -259,7 +259,7 @@ def run_saving(out: Path) -> int:
     """What `paramserve run --save` exits with."""
     script = out.with_name("script.py")
     script.write_text("def train(worker): ...\n")
-    return main(["run", f"{script}:train", "--quiet", "--save", str(out)])
+    return main(["run", f"{script}:train", "--show", "none", "--save", str(out)])
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_arguments_behind_the_function_are_told_where_they_go(begin: Any) -> Non
     [
         (ps.run, "worker", r"ps\.run got an unexpected .* 'worker': did you mean workers\?$"),
         (ps.start, "consistancy", "did you mean consistency"),
-        (ps.start, "progress", r"ps\.start got .* 'progress': .*observe\.watch\(job\)"),
+        (ps.start, "show", r"ps\.start got .* 'show': .*observe\.watch\(job\)"),
         (ps.run, "epochs", r"training function write kwargs=\{'epochs': \.\.\.\}"),
     ],
 )
@@ -148,8 +148,8 @@ def test_unknown_option_is_told_what_to_write(begin: Any, name: str, text: str) 
 def test_run_takes_what_start_takes() -> None:
     with pytest.raises(ValueError, match="workers"):
         ps.run(train, workers=0, engine=NeverOpens())
-    with pytest.raises(TypeError, match="progress must be True, False or None, not 'bar'"):
-        ps.run(train, progress="bar", engine=NeverOpens())
+    with pytest.raises(ValueError, match=r"show is .* not 'bar'"):
+        ps.run(train, show="bar", engine=NeverOpens())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

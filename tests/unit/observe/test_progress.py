@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import sys
-import threading
-from types import ModuleType, SimpleNamespace
-
-import pytest
-from rich.console import Console
-
 from paramserve.errors import ServerGone
-from paramserve.observe import Progress, watch
+from paramserve.observe import Progress
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
-from paramserve.observe.progress import INDENT, fold, wanted
+from paramserve.observe.progress import INDENT, fold
 from paramserve.observe.status import GroupStatus, RunStatus, SentStatus, Staleness, TableStatus
 
 
@@ -154,108 +146,3 @@ def test_by_worker_without_staleness_says_nothing() -> None:
     stale = {rank: Staleness(5, 0.0, 0) for rank in range(3)}
     group = GroupStatus(5, 5, 15, 0, Staleness(15, 0.0, 0), "Sync", staleness_by_rank=stale)
     assert Progress().by_worker(RunStatus("running", 1.0, {}, {"m": group}, {})) == ""
-
-
-class AsksBack:
-    """A run whose status is asked for; tells when that happened."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-
-    def status(self) -> RunStatus:
-        self.asked.set()
-        return at(1.0, 10)
-
-
-@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
-def test_watch_prints_lines_and_ends_its_thread(terminal: bool) -> None:
-    out, run = io.StringIO(), AsksBack()
-    threads = threading.active_count()
-    with watch(run, every_s=0.001, console=Console(file=out, force_terminal=terminal, width=120)):
-        assert run.asked.wait(10.0)
-    assert "model: 10 steps" in out.getvalue()
-    assert threading.active_count() == threads
-
-
-class IsStale:
-    """A run whose workers have old values."""
-
-    def status(self) -> RunStatus:
-        return RunStatus("running", 1.0, {0: "running"}, {"m": UNDER_ASYNC}, {})
-
-
-def test_watch_in_a_file_tells_of_each_worker_at_the_end() -> None:
-    out = io.StringIO()
-    with watch(IsStale(), every_s=60.0, console=Console(file=out, width=200)):
-        pass
-    first, last = out.getvalue().splitlines()
-    assert "9 steps" in first
-    assert "2: 1.0 (max 2)" in last
-
-
-def test_watch_prints_a_last_line_even_for_a_short_run() -> None:
-    out = io.StringIO()
-    with watch(AsksBack(), every_s=60.0, console=Console(file=out, width=120)):
-        pass
-    assert out.getvalue().count("\n") == 1
-
-
-class Stream(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Makes this process look like a notebook's; what its one output has shown."""
-    shown: list[str] = []
-
-    class Output:
-        def update(self, told: dict[str, str], raw: bool) -> None:
-            shown.append(told["text/plain"])
-
-    def display(told: dict[str, str], raw: bool, display_id: bool) -> Output:
-        assert shown == []
-        assert (raw, display_id) == (True, True)
-        shown.append(told["text/plain"])
-        return Output()
-
-    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=None)
-    module.display = display
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", module)
-    return shown
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_shown_on_a_terminal_if_nothing_else_is_said(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    monkeypatch.setattr(sys, "stderr", Stream(terminal))
-    assert [wanted(None), wanted(True), wanted(False)] == [terminal, True, False]
-    monkeypatch.setattr(sys, "stderr", None)
-    assert not wanted(None)
-
-
-def test_watch_in_a_notebook_replaces_one_output(notebook: list[str]) -> None:
-    assert wanted(None)
-    run = AsksBack()
-    with watch(run, every_s=0.001):
-        assert run.asked.wait(10.0)
-    assert len(notebook) >= 2
-    assert all("model: 10 steps" in line for line in notebook)
-
-
-def test_watch_on_a_terminal_leaves_output_to_a_file_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out, console = Stream(terminal=False), Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(sys, "stdout", out)
-    with watch(AsksBack(), every_s=60.0, console=console):
-        print("[rank 0] a line of a worker")
-    assert out.getvalue() == "[rank 0] a line of a worker\n"

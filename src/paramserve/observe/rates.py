@@ -1,0 +1,66 @@
+"""How fast numbers grow of which only the present state is told, now and then."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+WINDOW_S = 3.0
+"""Rates are those of the last seconds: servers and workers report once a second."""
+
+Point = tuple[float, float]
+"""When, and how much there was."""
+
+
+class Rates:
+    """Rates of numbers by name, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, deque[Point]] = {}
+        self._first: dict[Hashable, Point] = {}
+
+    def of(
+        self, name: Hashable, seconds: float, count: float, *, whole: bool = False
+    ) -> float | None:
+        """By how much a counter grows a second; None: not known yet.
+
+        Args:
+            seconds: now; the count is that of the last report, which comes less often.
+            whole: since the first time that it was told, up to when it last grew.
+        """
+        seen = self._points(name, seconds, count)
+        if seen[-1][1] != count:  # a new report
+            seen.append((seconds, count))
+        self._forget(seen, seconds)
+        return _slope(self._first[name] if whole else seen[0], seen[-1])
+
+    def share(self, name: Hashable, seconds: float, part: float) -> float | None:
+        """Which part of the time it was of late, from 0 to 1; None: not known yet.
+
+        Args:
+            seconds: as of the last report.
+            part: of these seconds.
+        """
+        seen = self._points(name, seconds, part)
+        if seen[-1][0] < seconds:
+            seen.append((seconds, part))
+        self._forget(seen, seconds)
+        found = _slope(seen[0], seen[-1])
+        return None if found is None else min(found, 1.0)
+
+    def _points(self, name: Hashable, at: float, count: float) -> deque[Point]:
+        last = self._seen[name][-1] if name in self._seen else (at, count)
+        if count < last[1] or at < last[0]:  # it began anew
+            del self._seen[name], self._first[name]
+        self._first.setdefault(name, (at, count))
+        return self._seen.setdefault(name, deque([(at, count)]))
+
+    @staticmethod
+    def _forget(seen: deque[Point], now: float) -> None:
+        while len(seen) > 2 and seen[0][0] < now - WINDOW_S:
+            seen.popleft()
+
+
+def _slope(since: Point, until: Point) -> float | None:
+    passed = until[0] - since[0]
+    return (until[1] - since[1]) / passed if passed > 0 else None
