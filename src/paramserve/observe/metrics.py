@@ -68,6 +68,15 @@ CHECKPOINT_PAUSE = _gauge(
 CHECKPOINTS = _counter("checkpoints", "Checkpoints that the run has written.")
 FAILED_CHECKPOINTS = _counter("checkpoints_failed", "Checkpoints that could not be written.")
 ROLLBACKS = _counter("rollbacks", "Times that the run went back to a checkpoint.")
+WORKER_SECONDS = _counter("worker_seconds", "Seconds since a worker that lives has come.")
+WAITED = _counter("worker_waited_seconds", "Of these, those that it waited for servers.")
+ENCODED = _counter("worker_encoded_seconds", "Of these, those in codecs of gradients.")
+WORKER_MEMORY = _gauge("worker_memory_bytes", "Memory of a worker's process, in RAM.")
+LOOPED = _gauge("worker_looped_ratio", "The part of a worker's loop over batches that is done.")
+VALUES = _gauge("server_value_bytes", "Parameters that a server holds, rows of tables left out.")
+RECEIVED = _counter("server_pushes", "Gradients that a server has applied or buffered.")
+WAITING = _gauge("server_waiting_requests", "Requests that a server holds until something comes.")
+SERVER_MEMORY = _gauge("server_memory_bytes", "Memory of a server's process, in RAM.")
 LOGGED = _gauge("logged", "The last value that a worker logged under a name.")
 FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
 """All of them, in the order in which they are told."""
@@ -92,8 +101,25 @@ def samples(status: RunStatus) -> Iterator[Sample]:
             yield Sample(CHECKPOINT_AGE, (), saved.age_s)
             yield Sample(CHECKPOINT_BYTES, (), float(saved.bytes))
             yield Sample(CHECKPOINT_PAUSE, (), saved.pause_s)
+    yield from _of_processes(status)
     for name, value in status.metrics.items():
         yield Sample(LOGGED, (("name", name),), value)
+
+
+def _of_processes(status: RunStatus) -> Iterator[Sample]:
+    for rank, load in status.loads.items():
+        of_rank = (("rank", str(rank)),)
+        yield Sample(WORKER_SECONDS, of_rank, load.seconds)
+        yield Sample(WAITED, of_rank, load.waited_s)
+        yield Sample(ENCODED, of_rank, load.encoded_s)
+        yield Sample(WORKER_MEMORY, of_rank, float(load.memory_bytes))
+        yield Sample(LOOPED, of_rank, load.looped)
+    for shard, server in status.servers.items():
+        of_server = (("server", str(shard)),)
+        yield Sample(VALUES, of_server, float(server.value_bytes))
+        yield Sample(RECEIVED, of_server, float(server.pushes))
+        yield Sample(WAITING, of_server, float(server.waiting))
+        yield Sample(SERVER_MEMORY, of_server, float(server.memory_bytes))
 
 
 def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterator[Sample]:

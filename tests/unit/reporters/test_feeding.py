@@ -10,7 +10,15 @@ import pytest
 
 from paramserve.messages import Record
 from paramserve.observe.metrics import FAMILIES, Monotonic, samples
-from paramserve.observe.status import GroupStatus, RunStatus, SentStatus, Staleness, TableStatus
+from paramserve.observe.status import (
+    GroupStatus,
+    RunStatus,
+    SentStatus,
+    ServerLoad,
+    Staleness,
+    TableStatus,
+    WorkerLoad,
+)
 from paramserve.reporters import Feed, Report, RunInfo, feeding
 
 INFO = RunInfo("train", 2, 1, "Async()", 1, {"python": "3"})
@@ -190,11 +198,18 @@ def test_what_is_no_reporter_is_refused(wrong: Any, text: str) -> None:
 def test_every_family_is_told_by_a_run_that_has_all() -> None:
     from paramserve.observe.checkpoints import CheckpointStatus
 
-    whole = status(4, checkpoints=CheckpointStatus(path="/runs/7", age_s=3.0, bytes=9, written=2))
+    whole = status(
+        4,
+        checkpoints=CheckpointStatus(path="/runs/7", age_s=3.0, bytes=9, written=2),
+        loads={0: WorkerLoad(8.0, 2.0, 0.5, 1 << 20, 0.25)},
+        servers={1: ServerLoad(640, 0, 7, 3, 2, 1 << 21)},
+    )
     told = list(samples(whole))
     assert {each.family for each in told} == set(FAMILIES)
     found = {(each.family.name, *(v for _, v in each.labels)): each.value for each in told}
     assert found["paramserve_steps", "model"] == 4.0
+    assert found["paramserve_worker_waited_seconds", "0"] == 2.0
+    assert found["paramserve_server_waiting_requests", "1"] == 3.0
     assert found["paramserve_workers", "dead"] == 1.0
     assert found["paramserve_dropped", "model", "1"] == 3.0
     assert found["paramserve_staleness_versions", "model", "0"] == 2.0
