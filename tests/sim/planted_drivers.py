@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.sim.planted import STRAGGLER, Plant
+from tests.sim.test_deadlines import ResendsLate
 
 from paramserve.client.exchange import Exchange
 from paramserve.consistency.base import Policy
@@ -21,7 +22,7 @@ from paramserve.core.events import ClientGone, DeadlineReached
 from paramserve.core.group import GroupMachine
 from paramserve.messages import AllReduce, Hello, Leave, Member, Members, Ok, encode
 from paramserve.server import ServerRole
-from paramserve.testing import Faults, SimulatedCluster, simulated, slow, stop
+from paramserve.testing import Faults, SimulatedCluster, slow, stop
 from paramserve.transport.connection import Connection, StreamConnection
 from paramserve.transport.peers import PeerLinks, _Peer
 
@@ -41,8 +42,8 @@ def timer_never_moved_earlier(monkeypatch: pytest.MonkeyPatch) -> type[Simulated
             wake_at(self, deadline)
 
     monkeypatch.setattr(ServerRole, "_wake_at", only_if_none_is_set)
-    monkeypatch.setattr(simulated, "RESEND_S", 0.25)  # as in a run: else the timer is often due
-    return SimulatedCluster
+
+    return ResendsLate  # else the timer is often due
 
 
 def message_dropped_while_connecting(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
