@@ -71,19 +71,23 @@ def test_job_of_a_task_that_raises_gives_its_cpus_back() -> None:
     assert states <= {"REMOVED"}
 
 
-def test_sync_run_equals_that_on_local_bit_by_bit() -> None:
+@pytest.mark.parametrize("codec", [None, ps.Int4(16, even_local=True)], ids=str)
+def test_sync_run_equals_that_on_local_bit_by_bit(codec: ps.Codec | None) -> None:
     import ray
 
-    def learn(worker: ps.Worker, steps: int) -> tuple[object, int]:
-        return victims.least_squares(worker, steps), hash("the same with this seed")
+    def learn(worker: ps.Worker, steps: int, codec: ps.Codec | None) -> tuple[object, int]:
+        return victims.least_squares(worker, steps, codec), hash("the same with this seed")
 
     steps = ray.put(8)  # arrives as its value, as in a task of Ray
     found = [
-        ps.run(learn, args=(steps,), workers=2, servers=2, engine=engine, seed=7)
+        ps.run(learn, args=(steps, codec), workers=2, servers=2, engine=engine, seed=7)
         for engine in (ps.Local(), ps.OnRay())
     ]
     assert found[0].returns == found[1].returns
     assert found[1].returns[0] == found[1].returns[1], "which is reduced"
+    for result in found:
+        sent = result.groups["default"].sent_by_rank
+        assert len(sent) == (2 if codec is not None else 0), "what was asked for was encoded"
     one, other = (result.state_dict("default")["w"] for result in found)
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 

@@ -12,13 +12,18 @@ import ray
 import paramserve as ps
 
 
-def least_squares(worker: ps.Worker, steps: int = 8) -> float:
-    """Fit a vector to noisy data; the data depend on the seed and the rank only."""
+def least_squares(worker: ps.Worker, steps: int = 8, codec: ps.Codec | None = None) -> float:
+    """Fit a vector to noisy data; the data depend on the seed and the rank only.
+
+    Args:
+        codec: of gradients; values are sent as what has changed, in 8 bits.
+    """
     random = np.random.default_rng((worker.seed, worker.rank))
     data = random.normal(size=(64, 16))
     aims = data @ np.arange(16.0)
     client = worker.client
-    client.define("w", np.zeros(16), rule=ps.SGD(lr=0.05))
+    pull = ps.Delta(ps.Int8(16, even_local=True)) if codec is not None else None
+    client.define("w", np.zeros(16, np.float32), rule=ps.SGD(lr=0.05), push=codec, pull=pull)
     flat = client.pull("w")
     for _ in range(steps):
         gradient = data.T @ (data @ flat - aims) / len(data)

@@ -62,7 +62,7 @@ def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
             seen["begun anew"] += len({each.stream for each in told.by_position}) - 1
         for client in cluster.clients:
             seen["followed"] += len(client.exchange.payloads._readers)
-    assert len(kinds) == 4, kinds
+    assert len(kinds) == 5, kinds
     assert len(seen) == 9, seen
     assert min(seen.values()) > 0, seen
     assert seen["encoded"] > 300, seen

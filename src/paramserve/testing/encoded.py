@@ -25,7 +25,7 @@ from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.codecs.base import Codec
-from paramserve.codecs.built_in import Int4, Int8, Sign
+from paramserve.codecs.built_in import Int2, Int4, Int8, Sign
 from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import spec
 from paramserve.codecs.sparse import TopK
@@ -54,6 +54,7 @@ CODECS: tuple[Callable[..., Codec], ...] = (
     lambda **options: Int8(16, **options),
     lambda **options: Int8(rounding="stochastic", **options),
     lambda **options: Int4(8, **options),
+    lambda **options: Int2(16, **options),
     lambda **options: Sign(32, **options),
     lambda **options: TopK(0.02, **options),
     lambda **options: TopK(0.3, index="plain", **options),
