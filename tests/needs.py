@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 EXTRAS = {
+    "expecttest": "dev",
     "hatchling": "dev",
     "pandas": "train",
     "pyarrow": "arrow",

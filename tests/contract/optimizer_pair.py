@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -160,20 +160,30 @@ class Pair:
             go_on_drawing=lambda *, first: None,
         )
 
-    def start(self, build: Callable[[list[dict[str, Any]]], Any]) -> None:
-        """Make optimizers, the served ones under a new name; an earlier one is left behind."""
+    def start(
+        self, build: Callable[[list[dict[str, Any]]], Any], groups: Sequence[Sequence[str]] = GROUPS
+    ) -> None:
+        """Make optimizers, the served ones under a new name; an earlier one is left behind.
+
+        Args:
+            groups: the names of the parameters in each.
+        """
         self.name = self._harnesses.new_name()
         for side in self.sides():
-            groups = [{"params": [side.params[name] for name in names]} for names in GROUPS]
-            groups[1]["lr"] = 0.03
-            side.start(build(groups))
+            given = [{"params": [side.params[name] for name in names]} for names in groups]
+            given[1]["lr"] = 0.03
+            side.start(build(given))
 
         def adopts(rank: int) -> None:
-            side = self.served[rank]
-            adopt(self.workers[rank], side.model, side.optimizer, name=self.name, **self._options)
+            self.adopts(rank, self.served[rank].model, self.served[rank].optimizer)
 
         raise_first(self.on_ranks(adopts))
         self.outstanding = False
+
+    def adopts(self, rank: int, model: nn.Module, optimizer: Any) -> None:
+        """Adopt an optimizer on a rank."""
+        name = self.name or self._harnesses.new_name()
+        adopt(self.workers[rank], model, optimizer, name=name, **self._options)
 
     def sides(self) -> list[Side]:
         return [*self.served, self.plain]
