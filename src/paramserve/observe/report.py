@@ -19,7 +19,7 @@ from msgspec import Struct
 from paramserve.errors import ParamServeError
 from paramserve.messages import Record
 from paramserve.observe.history import StepRecord, Steps
-from paramserve.observe.status import GroupStatus
+from paramserve.observe.status import GroupStatus, WorkerLoad
 
 FORMAT = 1
 POINTS_MAX = 2_000
@@ -110,6 +110,8 @@ class RunReport(Struct):
             two clocks at least.
         dropped_records: records that were lost because workers logged too fast; None: not known.
         left_out: curves beyond `CURVES_MAX`.
+        loads: by rank, what it had done with its time when it was last heard of; where the run had
+            the reporter from its start.
     """
 
     run: dict[str, str]
@@ -123,6 +125,7 @@ class RunReport(Struct):
     dropped_records: int | None = None
     left_out: int = 0
     format: int = FORMAT
+    loads: dict[int, WorkerLoad] = {}
 
 
 _Point = tuple[int, int, float, float]

@@ -16,7 +16,7 @@ from paramserve.observe.report import (
     to_json,
     write,
 )
-from paramserve.observe.status import RunStatus
+from paramserve.observe.status import RunStatus, WorkerLoad
 from paramserve.reporters.base import Report, Reporter, RunInfo
 
 EVERY_S = 30.0
@@ -49,12 +49,13 @@ class HTML(Reporter):
         self._curves = Curves()
         self._events: list[Event] = []
         self._before: RunStatus | None = None
+        self._loads: dict[int, WorkerLoad] = {}
         self._written_s = 0.0
 
     def open(self, run: RunInfo) -> None:
         os.makedirs(self.folder, exist_ok=True)
         self._run = run
-        self._curves, self._events, self._before = Curves(), [], None
+        self._curves, self._events, self._before, self._loads = Curves(), [], None, {}
         self._written_s = 0.0
         self._write(self._now(RunStatus("starting", 0.0, {}, {}, {}), {}))
 
@@ -68,6 +69,7 @@ class HTML(Reporter):
         self._events += changes(self._before, status)
         del self._events[:-EVENTS_MAX]
         self._before = status
+        self._loads |= status.loads
         if report.last or report.time_s - self._written_s >= EVERY_S:
             self._written_s = report.time_s
             self._write(self._now(status, report.steps))
@@ -84,6 +86,7 @@ class HTML(Reporter):
             step_s=self._curves.step_s(),
             events=list(self._events),
             left_out=len(self._curves.left_out),
+            loads=dict(self._loads),
         )
 
     def _write(self, report: RunReport) -> None:

@@ -22,7 +22,7 @@ from paramserve.observe import report as module
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.history import StepRecord
 from paramserve.observe.report import Curves, RunReport, page, read, summaries, thinned, to_json
-from paramserve.observe.status import GroupStatus, Staleness
+from paramserve.observe.status import GroupStatus, Staleness, WorkerLoad
 from paramserve.reporters import RunInfo
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -289,6 +289,7 @@ def test_browser_draws_every_part_without_an_error(tmp_path: Path) -> None:
     (one,) = embedded((tmp_path / "a.html").read_text())
     first = msgspec.convert(one["report"], RunReport, strict=False)
     second = run_report(*records(3000), *records(5, name=HOSTILE))
+    second = msgspec.structs.replace(second, loads={0: WorkerLoad(400.0, 100.0, 50.0, 1, 1.0)})
     (tmp_path / "two.html").write_text(page({"a": first, HOSTILE: second}))
     document, console = opened(tmp_path / "two.html", tmp_path)
     assert console == ""
@@ -302,6 +303,13 @@ def test_browser_draws_every_part_without_an_error(tmp_path: Path) -> None:
     assert "2,000 of 3,000" not in document
     assert re.search(r"[\d,]+ of 3,100 points are drawn", document)
     assert "4611686018427387905" in document
+    times = document[document.index("of it encoded") :].partition("</table>")[0]
+    assert re.findall(r'class="number">([^<]*)<', times)[-4:] == [
+        "10.0 ms",
+        "2.50 ms",
+        "25%",
+        "1.25 ms",
+    ]
 
 
 USED = """<script>

@@ -14,7 +14,7 @@ from tests.unit.reporters.test_reporters import reported
 from paramserve.cli import main
 from paramserve.observe.checkpoints import CheckpointStatus
 from paramserve.observe.history import StepRecord
-from paramserve.observe.status import RunStatus
+from paramserve.observe.status import RunStatus, WorkerLoad
 from paramserve.reporters import HTML, Feed, Report, html
 from paramserve.reporters.html import changes
 
@@ -50,6 +50,15 @@ def test_it_is_there_from_the_start_and_written_anew_every_thirty_seconds(tmp_pa
     assert found == [0, 0, 3, 3, 5]
     reporter.report(Report(status(6, "failed"), (), [record(9)], True, 1062.0))
     assert sum(each["logged"] for each in data(tmp_path)["curves"]) == 6
+
+
+def test_what_a_worker_did_with_its_time_stays_when_it_has_left(tmp_path: Path) -> None:
+    reporter = HTML(tmp_path)
+    reporter.open(INFO)
+    load = WorkerLoad(8.0, 2.0, 0.5, 1 << 20, 1.0)
+    reporter.report(Report(status(5, loads={0: load}), (), [], time_s=1000.0))
+    reporter.report(Report(status(6, "finished"), (), [], True, 1001.0))
+    assert data(tmp_path)["loads"]["0"]["waited_s"] == 2.0
 
 
 def test_folder_that_cannot_be_written_raises_before_the_run(tmp_path: Path) -> None:
