@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from paramserve.reporters import HTML as HTML
     from paramserve.reporters import MLflow as MLflow
     from paramserve.reporters import Prometheus as Prometheus
+    from paramserve.reporters import RayMetrics as RayMetrics
     from paramserve.reporters import Report as Report
     from paramserve.reporters import Reporter as Reporter
     from paramserve.reporters import RunInfo as RunInfo
@@ -119,7 +120,7 @@ _NAMES = {
     "observe.checkpoints": "Rollback",
     "launch.reading": "Snapshot",
     "observe.history": "StepRecord",
-    "reporters": "CSV HTML TensorBoard Prometheus WandB MLflow Reporter Report RunInfo",
+    "reporters": "CSV HTML TensorBoard Prometheus RayMetrics WandB MLflow Reporter Report RunInfo",
     "worker": "Worker",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",

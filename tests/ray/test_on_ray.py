@@ -92,6 +92,15 @@ def test_sync_run_equals_that_on_local_bit_by_bit(codec: ps.Codec | None) -> Non
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_metrics_of_a_run_are_taken_by_ray(capfd: pytest.CaptureFixture[str]) -> None:
+    told = ps.RayMetrics()
+    ps.run(victims.least_squares, engine=ps.OnRay(), report_to=[told])
+    steps = told._metrics["paramserve_steps"].info
+    assert (steps["name"], steps["tag_keys"]) == ("paramserve_steps", ("run", "group"))
+    assert told._counted["paramserve_steps", (("group", "default"),)] == 8.0
+    assert "reporter" not in capfd.readouterr().err, "one that fails is told of"
+
+
 def test_refs_in_lists_and_closures_are_read_by_the_workers() -> None:
     import ray
 

@@ -264,7 +264,8 @@ def run(
             lines are whole in any case. On Ray, Ray puts its own mark there.
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
-            `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, or your own, see `ps.Reporter`.
+            `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, `ps.RayMetrics()`, or your own,
+            see `ps.Reporter`.
         show: how far the run is, on standard error and each second: "table", with a row for each
             worker and server; "line"; or "none". Elsewhere than on a terminal and in a notebook the
             first two are a new line each second. None: a table on a terminal and in a notebook, and

@@ -10,6 +10,7 @@ from paramserve.reporters.csv import CSV as CSV
 from paramserve.reporters.feeding import Feed as Feed
 from paramserve.reporters.html import HTML as HTML
 from paramserve.reporters.prometheus import Prometheus as Prometheus
+from paramserve.reporters.ray_metrics import RayMetrics as RayMetrics
 from paramserve.reporters.tensorboard import TensorBoard as TensorBoard
 from paramserve.reporters.trackers import MLflow as MLflow
 from paramserve.reporters.trackers import WandB as WandB

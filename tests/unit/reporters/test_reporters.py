@@ -6,10 +6,12 @@ import csv
 import math
 import os
 import socket
+import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from tests.unit.reporters.test_feeding import INFO, record, status
@@ -18,7 +20,7 @@ from paramserve.errors import ParamServeError
 from paramserve.messages import Record
 from paramserve.observe.metrics import Monotonic
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness
-from paramserve.reporters import CSV, MLflow, Prometheus, Report, TensorBoard, WandB
+from paramserve.reporters import CSV, MLflow, Prometheus, RayMetrics, Report, TensorBoard, WandB
 from paramserve.reporters import prometheus as module
 
 
@@ -62,6 +64,51 @@ def test_tensorboard_reads_its_files_back(tmp_path: Path) -> None:
     assert events("rank0", "loss") == [(1, 1.0), (2, 2.0)]
     assert events("rank1", "loss") == [(1, 2.0), (2, 2.0)]
     assert events("", "paramserve_steps/model") == [(10, 10.0), (20, 20.0)]
+
+
+class RayMetric:
+    """As those of `ray.util.metrics`, which take numbers and give none back."""
+
+    made: ClassVar[dict[str, RayMetric]] = {}
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        assert name not in self.made, "Ray is told of each once"
+        self.made[name] = self
+        self.tag_keys = tag_keys
+        self.told: list[tuple[float, dict[str, str]]] = []
+
+    def _take(self, value: float, tags: dict[str, str]) -> None:
+        assert tuple(tags) == self.tag_keys
+        self.told.append((value, tags))
+
+
+class RayGauge(RayMetric):
+    set = RayMetric._take
+
+
+class RayCounter(RayMetric):
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0.0, "as Ray has it"
+        self._take(value, tags)
+
+
+def test_ray_is_told_by_how_much_counters_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = SimpleNamespace(Counter=RayCounter, Gauge=RayGauge)
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", metrics)
+    monkeypatch.setattr(RayMetric, "made", {})
+    reported(RayMetrics())
+    steps = RayMetric.made["paramserve_steps"].told
+    assert steps == [(10.0, {"run": "train", "group": "model"})] * 2
+    clocks = RayMetric.made["paramserve_run_seconds"].told
+    assert clocks == [(1.5, {"run": "train"})] * 2
+    skipped = RayMetric.made["paramserve_skipped"].told
+    assert len(skipped) == 1, "it did not grow"
+
+
+def test_ray_that_is_missing_raises_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", None)
+    with pytest.raises(ParamServeError, match="ray"):
+        RayMetrics().open(INFO)
 
 
 # --- Prometheus ----------------------------------------------------------------------------------
