@@ -238,8 +238,11 @@ class Pair:
                 assert error is not None, f"not refused: {refused}"
                 assert re.search(refused, str(error)), f"{refused!r} does not explain {error!r}"
                 assert side.calls == called
-                for name, value in values.items():
-                    assert torch.equal(side.params[name], value), f"{name} was changed"
+                names = [name for name in values if not torch.equal(side.params[name], values[name])]
+                # What was unfrozen is defined first, which waits for the step before.
+                assert not names or self.outstanding, f"{names} were changed"
+                self.outstanding = self.outstanding and not names
+            self._compare_values()
             self.whole = True
             return
         raise_first(errors)
@@ -250,12 +253,8 @@ class Pair:
 
     def compare(self) -> None:
         self.whole = False
-        wanted = self.before if self.outstanding else self.plain.values()
+        self._compare_values()
         for side in self.served:
-            for name, value in side.values().items():
-                torch.testing.assert_close(
-                    value, wanted[name], rtol=RTOL, atol=ATOL, msg=lambda m, n=name: f"{n}: {m}"
-                )
             assert side.calls == self.plain.calls
             assert side.scaler.get_scale() == self.plain.scaler.get_scale()
             for mine, theirs in zip(
@@ -264,6 +263,14 @@ class Pair:
                 for key in theirs:
                     assert key == "params" or mine[key] == theirs[key], key
         self.whole = True
+
+    def _compare_values(self) -> None:
+        wanted = self.before if self.outstanding else self.plain.values()
+        for side in self.served:
+            for name, value in side.values().items():
+                torch.testing.assert_close(
+                    value, wanted[name], rtol=RTOL, atol=ATOL, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
     def compare_states(self) -> list[dict[str, Any]]:
         """The sides' state dicts, which are equal."""
