@@ -238,7 +238,8 @@ class Pair:
                 assert error is not None, f"not refused: {refused}"
                 assert re.search(refused, str(error)), f"{refused!r} does not explain {error!r}"
                 assert side.calls == called
-                names = [name for name in values if not torch.equal(side.params[name], values[name])]
+                same = {name: torch.equal(side.params[name], each) for name, each in values.items()}
+                names = [name for name, each in same.items() if not each]
                 # What was unfrozen is defined first, which waits for the step before.
                 assert not names or self.outstanding, f"{names} were changed"
                 self.outstanding = self.outstanding and not names

@@ -85,7 +85,9 @@ def test_table_fits_the_terminal_and_stays_behind_ctrl_c(
     program.write_text(PROGRAM)
     command = shlex.join([sys.executable, str(program)])
     for width in WIDTHS:
-        terminals.start(f"of-{width}", width, f"trap : INT; {command}; echo status $?; sleep {SEEN_S}")
+        terminals.start(
+            f"of-{width}", width, f"trap : INT; {command}; echo status $?; sleep {SEEN_S}"
+        )
     for width in WIDTHS:
         lines = until(terminals, f"of-{width}", "left")
         assert max(map(len, lines)) <= width
