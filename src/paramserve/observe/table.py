@@ -160,7 +160,8 @@ def _table(columns: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for number, name in enumerate(columns):
         text = number == 0 or name == "state"
-        table.add_column(name, justify="left" if text else "right", no_wrap=True)
+        # As text: the name of what is logged may look like markup.
+        table.add_column(Text(name), justify="left" if text else "right", no_wrap=True)
     return table
 
 

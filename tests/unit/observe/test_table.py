@@ -80,6 +80,11 @@ def test_rows_tell_of_each_worker() -> None:
     assert row(lines, "1")[4] == "0.25"
 
 
+def test_name_that_looks_like_markup_is_shown_as_it_is() -> None:
+    told = replace(status(), logged={0: {"[/red]top": 0.5}})
+    assert row(drawn(told), "worker")[4] == "[/red]top"
+
+
 def test_rows_tell_of_each_server() -> None:
     lines = drawn(status(4.0), status(6.0, steps=150))
     at = lines.index(next(line for line in lines if line.strip().startswith("server")))
