@@ -31,7 +31,7 @@ from paramserve.compiling import load_codecs
 from paramserve.consistency.built_in import Async, Buffered, Sync
 from paramserve.core.partition import Block
 from paramserve.errors import CodecMismatch, NonFinite, ParamServeError, ShapeMismatch
-from paramserve.messages import Gradient, Piece, PlaceBlock, Step
+from paramserve.messages import Gradient, Piece, PlaceBlock, SentGradients, Step
 from paramserve.rules import SGD, Add
 from paramserve.rules.registry import described_by
 from paramserve.worker import Worker
@@ -599,6 +599,23 @@ def test_result_of_a_run_tells_bytes_as_sent_and_as_they_were_and_what_is_left_o
     group = result.groups["model"]
     assert group.sent_bytes / group.plain_bytes == pytest.approx(0.035, abs=0.001)
     assert result.groups["plain"].sent_by_rank == {}
+
+
+def test_client_tells_bytes_of_values_as_they_came_and_as_they_are(
+    make_cluster: MakeCluster,
+) -> None:
+    client, size = make_cluster("tcp", servers=2, workers=1).client(rank=0), 5000
+    for group, pull in (("half", BFloat16()), ("changes", ps.Delta(Int8())), ("plain", None)):
+        value = np.zeros(size, np.float32)
+        client.define(group, value, rule=Add(), group=group, pull=pull)
+    for _ in range(3):
+        for group in ("half", "changes", "plain"):
+            client.push_pull({group: normal(0, size)})
+    told = {each.group: each for each in client.steps.sent_gradients()}
+    assert told.keys() == {"half", "changes"}
+    assert told["half"] == SentGradients("half", 0, 0, 0.0, 3 * 2 * size, 3 * 4 * size)
+    assert told["changes"].read_plain_bytes == 3 * 4 * size
+    assert 2 * size < told["changes"].read_bytes < 3 * 4 * size, "the first is whole"
 
 
 RESUMED_AT, STEPS = 4, 9

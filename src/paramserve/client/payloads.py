@@ -78,6 +78,8 @@ class Payloads:
     def __init__(self, blocks: Mapping[int, Block], arenas: Mapping[int, Arena]) -> None:
         self._blocks = blocks
         self._arenas = arenas
+        self.read_bytes: dict[str, tuple[int, int]] = {}
+        """Of each group whose values came encoded: their bytes as they came and as they are."""
         self._readers: dict[tuple[int, int], DeltaReader] = {}
         """By block and shard: what it has of values that come as what has changed."""
 
@@ -216,6 +218,7 @@ class Payloads:
                         _decode(block.pull_codec, block, landed, part)
                     except ValueError as wrong:
                         raise _not_decoded(shard, block.pull_codec, wrong) from None
+                    self._count(block, landed.nbytes, part.nbytes)
             if changed:
                 self._take_changes(shard, changed, landings[-1])
         elif isinstance(message, Scan):
@@ -255,6 +258,12 @@ class Payloads:
             reader.keep(taken)
             part = self._part(shard, place.block, place.arena, place.offset)
             _place(self._blocks[place.block], taken.values, part)
+            self._count(self._blocks[place.block], taken.nbytes, part.nbytes)
+
+    def _count(self, block: Block, came: int, plain: int) -> None:
+        """Values of a group came encoded, in so many bytes."""
+        before = self.read_bytes.get(block.group_name, (0, 0))
+        self.read_bytes[block.group_name] = before[0] + came, before[1] + plain
 
     def _reader(self, delta: Delta, block: Block, shard: int) -> DeltaReader:
         reader = self._readers.get((block.id, shard))
@@ -285,7 +294,9 @@ class Payloads:
         table = block.table
         assert table is not None
         if block.row_codecs is not None and type(keys) is not ExactKeys:
+            came = rows.nbytes
             rows = _decoded(block.group_name, block.row_codecs, keys.rows, rows)
+            self._count(block, came, rows.nbytes)
         _, places = keys_at(self._arenas[keys.arena].memory, keys.offset, keys.rows)
         memory = self._arenas[place.arena].memory
         values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)

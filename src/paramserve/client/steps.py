@@ -196,9 +196,13 @@ class Steps(ClientClocks):
             self.encoder = Encoder(self._rank, self._exchange.take_each)
 
     def sent_gradients(self) -> tuple[SentGradients, ...]:
-        """Of each group what its gradients took on the wire, where a codec has encoded some. May be
-        called without the lock."""
-        return () if self.encoder is None else self.encoder.report()
+        """Of each group what its gradients and values took on the wire, where a codec has encoded
+        some. May be called without the lock."""
+        told = {} if self.encoder is None else {each.group: each for each in self.encoder.report()}
+        for group, (came, plain) in list(self._exchange.payloads.read_bytes.items()):
+            each = told.get(group, SentGradients(group, 0, 0, 0.0))
+            told[group] = replace(each, read_bytes=came, read_plain_bytes=plain)
+        return tuple(told.values())
 
     def usage(self) -> WorkerUsage:
         """What this client has done with its time. May be called without the lock."""

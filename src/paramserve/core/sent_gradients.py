@@ -1,4 +1,4 @@
-"""What workers told of the gradients that they sent encoded, by rank and group."""
+"""What workers told of gradients sent and values read encoded, by rank and group."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ BYTES_MAX = (1 << 63) - 1
 """Told of one rank and group at most: larger sums could not be encoded in a status."""
 
 
+Bytes = tuple[int, int, int, int]
+"""Of gradients as sent and as they were, of values as they came and as they are."""
+
+
 class _Told(NamedTuple):
-    """Of one rank and group: by which client, what that told last, and the bytes, sent and as they
-    were, that the rank's clients before it told."""
+    """Of one rank and group: by which client, what that told last, and what the rank's clients
+    before it told."""
 
     client: int
     last: SentGradients
-    sent_before: int
-    plain_before: int
+    before: Bytes
+
+
+def _bytes(told: SentGradients) -> Bytes:
+    return told.sent_bytes, told.plain_bytes, told.read_bytes, told.read_plain_bytes
+
+
+def _sum(told: _Told) -> Bytes:
+    both = zip(told.before, _bytes(told.last), strict=True)
+    sent, plain, read, read_plain = (min(before + last, BYTES_MAX) for before, last in both)
+    return sent, plain, read, read_plain
 
 
 class SentByRank:
@@ -32,32 +45,22 @@ class SentByRank:
         """A client of a rank tells what it has sent since it came. What cannot be is left out: it
         comes from a peer."""
         for each in told:
-            if min(each.sent_bytes, each.plain_bytes) < 0 or not each.residual_norm >= 0.0:
+            if not all(0 <= count <= BYTES_MAX for count in _bytes(each)):
                 continue
-            if not math.isfinite(each.residual_norm):
-                continue
-            if max(each.sent_bytes, each.plain_bytes) > BYTES_MAX:
+            if not 0.0 <= each.residual_norm < math.inf:
                 continue
             key = rank, each.group
-            before = self._told.get(key, _Told(client, each, 0, 0))
-            if client < before.client:  # an incarnation that has ended
+            known = self._told.get(key, _Told(client, each, (0, 0, 0, 0)))
+            if client < known.client:  # an incarnation that has ended
                 continue
-            sent, plain = before.sent_before, before.plain_before
-            if client > before.client:
-                sent, plain = sent + before.last.sent_bytes, plain + before.last.plain_bytes
-            self._told[key] = _Told(client, each, sent, plain)
+            before = _sum(known) if client > known.client else known.before
+            self._told[key] = _Told(client, each, before)
 
     def report(self) -> tuple[tuple[int, SentGradients], ...]:
         """By rank and group: the bytes of all incarnations, and the residual of the last one."""
-        return tuple(
-            (
-                rank,
-                SentGradients(
-                    group,
-                    min(each.sent_before + each.last.sent_bytes, BYTES_MAX),
-                    min(each.plain_before + each.last.plain_bytes, BYTES_MAX),
-                    each.last.residual_norm,
-                ),
-            )
-            for (rank, group), each in sorted(self._told.items())
-        )
+        found = []
+        for (rank, group), each in sorted(self._told.items()):
+            sent, plain, *read = _sum(each)
+            told = SentGradients(group, sent, plain, each.last.residual_norm, *read)
+            found.append((rank, told))
+        return tuple(found)

@@ -178,12 +178,15 @@ class Record(Struct, frozen=True, array_like=True):
 
 class SentGradients(Struct, frozen=True, array_like=True):
     """Of a group's gradients, those that a client has sent encoded: their bytes as sent and as they
-    were, and the L2 norm of what is left out of them by now."""
+    were, and the L2 norm of what is left out of them by now. Of its values, those that the client
+    has read encoded: their bytes as they came and as they are."""
 
     group: str
     sent_bytes: int
     plain_bytes: int
     residual_norm: float
+    read_bytes: int = 0
+    read_plain_bytes: int = 0
 
 
 class WorkerUsage(Struct, frozen=True, array_like=True):

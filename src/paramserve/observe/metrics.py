@@ -54,6 +54,8 @@ STALEST = _gauge("staleness_max_versions", "The largest staleness of a worker's 
 DROPPED = _counter("dropped", "Gradients of a worker that came too late or were too stale.")
 SENT = _counter("sent_bytes", "Gradients that a codec has encoded, as they were sent.")
 PLAIN = _counter("plain_bytes", "The same gradients, as they were.")
+READ = _counter("read_bytes", "Values that a worker has read encoded, as they came.")
+READ_PLAIN = _counter("read_plain_bytes", "The same values, as they are.")
 RESIDUAL = _gauge("residual_norm", "L2 norm of what a codec has left out of a worker's gradients.")
 ROWS = _gauge("table_rows", "Rows of a keyed table.")
 TABLE_BYTES = _gauge("table_memory_bytes", "Memory of rows, rule state and index.")
@@ -151,6 +153,8 @@ def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterato
         of_rank = (*of_group, ("rank", str(rank)))
         yield Sample(SENT, of_rank, float(sent.sent_bytes))
         yield Sample(PLAIN, of_rank, float(sent.plain_bytes))
+        yield Sample(READ, of_rank, float(sent.read_bytes))
+        yield Sample(READ_PLAIN, of_rank, float(sent.read_plain_bytes))
         yield Sample(RESIDUAL, of_rank, sent.residual_norm)
 
 

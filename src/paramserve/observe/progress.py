@@ -72,8 +72,12 @@ class Progress:
         ):
             if count:
                 parts.append(f"{count:,} {what}")
-        if group.sent_by_rank:
-            parts.append(f"sent {in_bytes(group.sent_bytes)} of {in_bytes(group.plain_bytes)}")
+        for what, coded, plain in (
+            ("sent", group.sent_bytes, group.plain_bytes),
+            ("read", group.read_bytes, group.read_plain_bytes),
+        ):
+            if plain:
+                parts.append(f"{what} {in_bytes(coded)} of {in_bytes(plain)}")
         if group.coming:
             parts.append(group.coming)
         parts.append(f"staleness {group.staleness.mean:.1f} (max {group.staleness.max})")

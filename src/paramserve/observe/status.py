@@ -68,17 +68,22 @@ class TableStatus:
 
 @dataclass(frozen=True)
 class SentStatus:
-    """Gradients that a worker has sent encoded, as of its last heartbeat.
+    """Gradients that a worker has sent encoded, and values that it has read encoded, as of its last
+    heartbeat.
 
     Attributes:
-        sent_bytes: of them, as a codec made them, by all incarnations of the worker.
+        sent_bytes: of the gradients, as a codec made them, by all incarnations of the worker.
         plain_bytes: of the same gradients, as they were.
         residual_norm: L2 norm of what the codec has left out and the worker adds to its next one.
+        read_bytes: of the values, as they came, by all incarnations.
+        read_plain_bytes: of the same values, as they are.
     """
 
     sent_bytes: int
     plain_bytes: int
     residual_norm: float
+    read_bytes: int = 0
+    read_plain_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,9 @@ class GroupStatus:
         buffered: gradients that wait until their buffer is full.
         kept_bytes: copies of what workers have read, on all shards together.
         table: what the group's table holds; None: it is a group of tensors.
-        sent_by_rank: of each worker that has sent gradients of the group encoded, since the servers
-            began: again from 0 where the run has gone back to a checkpoint.
+        sent_by_rank: of each worker that has sent gradients of the group or read its values
+            encoded, since the servers began: again from 0 where the run has gone back to a
+            checkpoint.
         speed_by_rank: of each worker that lives, under `ps.AsyncLocalSteps(scale_steps=True)`.
         steps_by_rank: of each worker, also of those that have left.
     """
@@ -146,6 +152,16 @@ class GroupStatus:
     def plain_bytes(self) -> int:
         """Of the same gradients, as they were."""
         return sum(each.plain_bytes for each in self.sent_by_rank.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the values that all workers have read encoded, as they came."""
+        return sum(each.read_bytes for each in self.sent_by_rank.values())
+
+    @property
+    def read_plain_bytes(self) -> int:
+        """Of the same values, as they are."""
+        return sum(each.read_plain_bytes for each in self.sent_by_rank.values())
 
     @property
     def dropped(self) -> int:
@@ -334,7 +350,13 @@ def by_group(
             reports.setdefault(report.name, []).append(report)
     by_rank: dict[str, dict[int, SentStatus]] = {}
     for rank, told in sent:
-        status = SentStatus(told.sent_bytes, told.plain_bytes, told.residual_norm)
+        status = SentStatus(
+            told.sent_bytes,
+            told.plain_bytes,
+            told.residual_norm,
+            told.read_bytes,
+            told.read_plain_bytes,
+        )
         by_rank.setdefault(told.group, {})[rank] = status
     paces: dict[str, dict[int, SpeedStatus]] = {}
     for rank, speed in speeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,10 @@ def test_incarnations_of_a_rank_are_added_up_and_the_residual_is_the_last_ones()
         (1, SentGradients("a", 20, 80, 0.25)),
         (1, SentGradients("b", 1, 4, 0.0)),
     )
-    sent.heard(1, 7, [SentGradients("a", 2, 8, 0.125)])
-    sent.heard(1, 7, [SentGradients("a", 5, 20, 0.0625)])
+    sent.heard(1, 7, [SentGradients("a", 2, 8, 0.125, 3, 6)])
+    sent.heard(1, 8, [SentGradients("a", 5, 20, 0.0625, 4, 16)])
     sent.heard(1, 5, [SentGradients("a", 30, 120, 9.0)])  # on its way since before it ended
-    assert sent.report()[1] == (1, SentGradients("a", 25, 100, 0.0625))
+    assert sent.report()[1] == (1, SentGradients("a", 27, 108, 0.0625, 7, 22))
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,11 @@ def test_incarnations_of_a_rank_are_added_up_and_the_residual_is_the_last_ones()
         (0, 0, math.nan),
         (0, 0, math.inf),
         (1 << 63, 0, 0.0),
+        (0, 0, 0.0, -1, 0),
+        (0, 0, 0.0, 0, 1 << 63),
     ],
 )
-def test_what_cannot_be_is_left_out(wrong: tuple[int, int, float]) -> None:
+def test_what_cannot_be_is_left_out(wrong: tuple[Any, ...]) -> None:
     sent = SentByRank()
     sent.heard(0, 1, [SentGradients("a", *wrong)])
     assert sent.report() == ()

@@ -51,10 +51,11 @@ def test_line_tells_skipped_and_dropped_before_staleness() -> None:
 
 
 def test_line_tells_how_much_was_sent_of_what_there_was() -> None:
-    sent = {0: SentStatus(6_000_000, 24_000_000, 0.5), 1: SentStatus(6_300_000, 24_000_000, 0.25)}
+    first = SentStatus(6_000_000, 24_000_000, 0.5, 500_000, 12_000_000)
+    sent = {0: first, 1: SentStatus(6_300_000, 24_000_000, 0.25)}
     group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), sent_by_rank=sent)
     line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
-    assert line.endswith("9 steps  sent 12.3 MB of 48.0 MB  staleness 0.5 (max 2)")
+    assert line.endswith("sent 12.3 MB of 48.0 MB  read 500.0 KB of 12.0 MB  staleness 0.5 (max 2)")
 
 
 def test_line_speed_is_that_of_the_last_seconds() -> None:
