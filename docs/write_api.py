@@ -37,6 +37,7 @@ HEADINGS = {
     "codecs": "Codecs",
     "engine": "Engines",
     "config": "Settings",
+    "logs": "Logs",
     "errors": "Errors",
 }
 """By the part of paramserve that defines a name."""

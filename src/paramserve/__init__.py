@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from paramserve.launch.running import SavedCheckpoint as SavedCheckpoint
     from paramserve.launch.serve import serve as serve
     from paramserve.launch.working import work as work
+    from paramserve.logs import JSONFormatter as JSONFormatter
     from paramserve.observe.checkpoints import Rollback as Rollback
     from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.reporters import CSV as CSV
@@ -122,6 +123,7 @@ _NAMES = {
     "observe.history": "StepRecord",
     "reporters": "CSV HTML TensorBoard Prometheus RayMetrics WandB MLflow Reporter Report RunInfo",
     "worker": "Worker",
+    "logs": "JSONFormatter",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",
     "client.string_keys": "keys_of",

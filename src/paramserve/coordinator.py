@@ -13,6 +13,7 @@ import msgspec
 from paramserve.checkpoint.committing import Committer, read_cluster, see_claim
 from paramserve.checkpoint.locations import storage_at
 from paramserve.checkpoint.storage import telling
+from paramserve.cluster_log import ClusterLog
 from paramserve.config import CoordinatorConfig
 from paramserve.core.checkpointing import FileEvent, FilesFailed, FileWork
 from paramserve.core.cluster_state import ClusterRecord
@@ -30,13 +31,14 @@ from paramserve.core.coordination import (
 )
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
+from paramserve.logs import event
 from paramserve.messages import (
-    CheckpointReport,
     CoordinatorNotice,
     CoordinatorRequest,
     Failed,
     Hello,
     Members,
+    ServerBeat,
     ServerEnds,
     decoder,
     encode,
@@ -69,6 +71,7 @@ class CoordinatorRole:
         loop: gives time and timers.
         listens: whether a process may listen at one of these addresses; called in a thread.
         work: does work on the files of checkpoints; called in a thread, once at a time.
+        alone: whether no driver tells of deaths, losses and refusals: the log warns of them.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class CoordinatorRole:
         loop: Loop,
         listens: Callable[[Sequence[str]], bool] = may_listen,
         work: Callable[[FileWork], FileEvent | None] | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         self._coordination = coordination
         self._loop = loop
@@ -84,24 +89,24 @@ class CoordinatorRole:
         self._work = work
         self._to_do: deque[FileWork] = deque()
         """Work on files; the first is being done."""
-        self._failures = 0
-        """Checkpoints that have failed so far."""
         self._numbers: dict[Connection, int] = {}
         self._connections: dict[int, Connection] = {}
         self._servers: set[int] = set()
         """Connections of servers: they are told of every change of the membership."""
         self._next = 1
+        config = coordination.config
+        self.log = ClusterLog(config.servers, config.workers, warns=alone)
+        self._registered = 0
+        """Servers that have."""
         self.on_server_lost: Callable[[], None] = lambda: None
         """Called when a server that had registered is lost."""
         self.on_server_ends: Callable[[int], None] = lambda shard: None
         """Called when a server that had registered was told to end: its shard."""
         self.on_members: Callable[[Members], None] = lambda members: None
         """Called with every change of the membership."""
-        self.on_refused: Callable[[Failed], None] = lambda answer: None
-        """Called when something that was asked for is refused."""
         self._closed = False
         self._stepped_at = self._loop.time()
-        self._stall_s = coordination.config.deadlines.stall_s
+        self._stall_s = config.deadlines.stall_s
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
@@ -127,6 +132,8 @@ class CoordinatorRole:
             if number in self._servers:
                 self.on_server_ends(message.shard)
         elif isinstance(message, CoordinatorNotice):
+            if isinstance(message, ServerBeat) and number in self._servers:
+                self.log.on_beat(message)
             self._step(Noticed(number, message))
         else:
             self._step(Called(number, message))
@@ -174,8 +181,7 @@ class CoordinatorRole:
         paused_s = now - self._stepped_at - TICK_S
         self._stepped_at = now
         if paused_s > PAUSE_S:
-            level = logging.WARNING if paused_s > self._stall_s else logging.DEBUG
-            logger.log(level, "the coordinator did not run for %.1f s: not counted", paused_s)
+            self.log.tell_paused(paused_s, self._stall_s)
             self._act(self._coordination.step(ProcessPaused(paused_s), now))
         self._act(self._coordination.step(event, now))
 
@@ -185,18 +191,23 @@ class CoordinatorRole:
             if connection is not None:
                 connection.send(encode(reply))
                 if isinstance(reply, Failed):
-                    self.on_refused(reply)
+                    self.log.on_refused(reply)
         if decided.members is not None:
+            self.log.on_members(decided.members)
             self.on_members(decided.members)
             header = encode(decided.members)
             for number in sorted(self._servers):
                 self._connections[number].send(header)
+        servers = self._coordination.membership.servers
+        if decided.server_lost or len(servers) != self._registered:
+            self._registered = len(servers)
+            self.log.on_servers(servers)
         if decided.server_lost:
             self.on_server_lost()
         for number, notice in decided.notices:
             self._connections[number].send(encode(notice))
         for report in decided.checkpoints:
-            self._tell(report)
+            self.log.on_checkpoint(report)
         for work in decided.work:
             self._to_do.append(work)
             if len(self._to_do) == 1:
@@ -214,29 +225,16 @@ class CoordinatorRole:
         work = self._to_do.popleft()
         error = doing.exception()
         if error is not None:  # a bug of ours ends this checkpoint only
-            logger.error("work on the files of checkpoints failed", exc_info=error)
+            extra = event("bug", role="coordinator")
+            logger.error("work on the files of checkpoints failed", exc_info=error, extra=extra)
             number = getattr(work, "checkpoint", 0)
-            event: FileEvent | None = FilesFailed(number, repr(error), "report this")
+            outcome: FileEvent | None = FilesFailed(number, repr(error), "report this")
         else:
-            event = doing.result()
+            outcome = doing.result()
         if self._to_do and not self._closed:
             self._begin_work()
-        if event is not None:
-            self._step(FilesWorked(event))
-
-    def _tell(self, report: CheckpointReport) -> None:
-        """Log what became of a checkpoint."""
-        if report.failed > self._failures:
-            self._failures = report.failed
-            logger.warning("%s. Training goes on", report.why)
-        else:
-            logger.info(
-                "checkpoint %s: %.1f MB in %.1f s, longest pause %.1f ms",
-                report.name,
-                report.nbytes / 1e6,
-                report.seconds,
-                report.pause_s * 1e3,
-            )
+        if outcome is not None:
+            self._step(FilesWorked(outcome))
 
     def _looked(self, shard: int, looking: Pending[bool]) -> None:
         if not looking.result():

@@ -29,6 +29,7 @@ from paramserve.cli import cli, main
 from paramserve.cli.certificates import make_certificates
 from paramserve.cli.doctor import of_cluster
 from paramserve.client import timeouts
+from paramserve.cluster_log import ClusterLog
 from paramserve.errors import (
     ConnectTimeout,
     CoordinatorGone,
@@ -41,12 +42,12 @@ from paramserve.errors import (
 from paramserve.launch import connect as connecting
 from paramserve.launch import serve as serving
 from paramserve.launch.connect import Handle
-from paramserve.launch.serve import _Log
 from paramserve.messages import Member, Members
 from paramserve.transport.auth import credentials_of
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SERVERS_THERE = "the server is there: workers may come"
+ENDED = "ended in order"
 POLICIES = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
 
 
@@ -54,6 +55,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def told_to_end(errors: str) -> list[str]:
+    """What `paramserve serve` has logged, apart from where it serves."""
+    lines = [line.rpartition("paramserve: ")[2] for line in errors.splitlines()]
+    return [line for line in lines if not line.startswith("serving shard 0 of 1 at ")]
 
 
 def eventually(
@@ -150,7 +157,7 @@ def test_command_serve_ends_in_order_when_told(
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert [line.rpartition("paramserve: ")[2] for line in errors.splitlines()] == [SERVERS_THERE]
+    assert told_to_end(errors) == [SERVERS_THERE, "told to end (SIGTERM or Ctrl-C)", ENDED]
 
 
 def test_command_serves_metrics_of_the_cluster(tmp_path: Path, servers: Servers) -> None:
@@ -249,7 +256,7 @@ def test_command_serve_that_has_ended_is_not_killed_by_being_told_once_more(
         process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert [line.rpartition("paramserve: ")[2] for line in errors.splitlines()] == [SERVERS_THERE]
+    assert told_to_end(errors) == [SERVERS_THERE, "told to end (SIGTERM or Ctrl-C)", ENDED]
 
 
 def test_joining_server_without_a_first_one_ends_when_told(servers: Servers) -> None:
@@ -623,15 +630,17 @@ def test_serve_says_who_comes_is_refused_and_leaves(tmp_path: Path) -> None:
         finally:
             process.kill()
     lines = [line.partition(" paramserve: ")[2] for line in told.splitlines()]
-    assert lines[:2] == ["the server is there: workers may come", "rank 0 has come"]
-    assert lines[2].startswith("refused: rank 0 is taken by a live worker")
-    ended = "all workers have left: the cluster ends, as until_done asks"
-    assert lines[3:] == ["rank 0 has left", ended]
+    serving = f"serving shard 0 of 1 at {address}"
+    assert sorted(lines[:2]) == [serving, "the server is there: workers may come"]
+    assert lines[2] == "rank 0 has come"
+    assert lines[3].startswith("refused: rank 0 is taken by a live worker")
+    done = "all workers have left: the cluster ends, as until_done asks"
+    assert lines[4:] == ["rank 0 has left", done, "ended in order"]
 
 
 def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "paramserve")
-    log = _Log(servers=1, workers=3)
+    log = ClusterLog(servers=1, workers=3, warns=True)
     absent = Member(2, 0, 0, "expected")
     for number, (state, incarnation) in enumerate(
         [("live", 1), ("restarting", 1), ("live", 2), ("live", 2), ("dead", 2), ("live", 3)]
@@ -654,13 +663,58 @@ def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_log_of_the_end_names_the_ranks_that_died(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "paramserve")
-    log = _Log(servers=1, workers=2)
-    log.on_members(Members(1, (Member(0, 4, 1, "left"), Member(1, 5, 1, "dead"))))
-    log.tell_done()
-    assert "all workers have left but rank 1, which died" in caplog.messages[-1]
-    assert "--restart" in caplog.messages[-1]
+def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
+    token = new_token(tmp_path / "token")
+    options = ("--bind", "127.0.0.1:0", "--token-file", token, "--workers", "1", "--log", "json")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, "--until-done"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with pytest.raises(NotAuthenticated):
+                ps.connect(address, rank=0, token_file=new_token(tmp_path / "other"))
+            with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
+                ps.connect(address, rank=0, token_file=token)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert [line["event"] for line in lines] == [
+        "servers-complete",
+        "serving",
+        "peer-refused",
+        "worker-joined",
+        "request-refused",
+        "worker-left",
+        "done",
+        "ended",
+    ]
+    by_event = {line["event"]: line for line in lines}
+    serving, refused = by_event["serving"], by_event["request-refused"]
+    assert (serving["role"], serving["server"], serving["address"]) == ("server", 0, address)
+    assert (refused["level"], refused["error"]) == ("warning", "RankTaken")
+    joined = by_event["worker-joined"]
+    assert (joined["role"], joined["rank"], joined["level"]) == ("coordinator", 0, "info")
+    assert joined["message"] == "rank 0 has come"
+    assert by_event["peer-refused"]["peer"] == "127.0.0.1"
+    assert Path(token).read_text().strip() not in told
+
+
+def test_serve_log_json_tells_why_it_failed(servers: Servers) -> None:
+    _, address = servers.serve()
+    options = ("--token-file", servers.token, "--log", "json")
+    done = subprocess.run(
+        [*COMMAND, "serve", "--bind", address, *options], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (line["event"], line["level"], line["error"]) == ("failed", "error", "ParamServeError")
+    assert "another process listens there" in line["message"]
 
 
 def test_server_until_done_ends_with_an_error_where_all_workers_have_died(

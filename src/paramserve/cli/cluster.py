@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import secrets
 import shlex
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec.json import encode
 
+from paramserve.cli import server_log
 from paramserve.cli.checkpoints import Place
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.config import TLS, Credentials, Deadlines, Limits
@@ -118,6 +118,14 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     metavar="HOST",
     help="Where --metrics-port listens; 0.0.0.0 lets other hosts in.",
 )
+@click.option(
+    "--log",
+    "log_form",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    show_default=True,
+    help="How stderr tells of joins, deaths, refusals, checkpoints, ends. json: an object a line.",
+)
 @with_tls
 def serve(
     rules: tuple[str, ...],
@@ -126,6 +134,7 @@ def serve(
     every_s: float | None,
     metrics_port: int | None,
     metrics_host: str,
+    log_form: str,
     **options: Any,
 ) -> None:
     """Run a server, the first one or one that joins it, until it is stopped.
@@ -145,19 +154,20 @@ def serve(
         reporters = [Prometheus(metrics_port, host=metrics_host)]
     tls = tls_of(options)
     own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("paramserve").setLevel(logging.INFO)
-    run(
-        rules=own_rules,
-        policies=policies,
-        codecs=codecs,
-        consistency=policy_of(consistency, given),
-        tls=tls,
-        checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,
-        report_to=reporters,
-        ready=lambda address: _say_serving(address, reporters),
-        **options,
-    )
+    policy = policy_of(consistency, given)
+    server_log.begin(log_form)
+    with server_log.told(log_form):
+        run(
+            rules=own_rules,
+            policies=policies,
+            codecs=codecs,
+            consistency=policy,
+            tls=tls,
+            checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,
+            report_to=reporters,
+            ready=lambda address: _say_serving(address, reporters),
+            **options,
+        )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit status tells that it ended in order
 
 

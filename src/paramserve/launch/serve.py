@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from paramserve.checkpoint.locations import storage_at
 from paramserve.checkpoint.reader import Checkpoint as Saved
 from paramserve.client.timeouts import SAY_S, ranks
+from paramserve.cluster_log import ClusterLog
 from paramserve.config import (
     CLUSTER_BYTES,
     TLS,
@@ -42,7 +43,7 @@ from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import Registered
 from paramserve.coordinator import ROLES, CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
-from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING
+from paramserve.core.membership import DEAD, LEFT
 from paramserve.errors import (
     CheckpointDamaged,
     ConnectTimeout,
@@ -54,17 +55,14 @@ from paramserve.errors import (
 from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_of
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
-from paramserve.launch.lines import say
 from paramserve.launch.packing import checked
+from paramserve.logs import event
 from paramserve.messages import (
     AskCheckpoint,
     Checkpointed,
     Enlist,
     Enlisted,
-    Failed,
     Hello,
-    Member,
-    Members,
 )
 from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.server import ServerRole, new_shard, process_role, register
@@ -81,20 +79,6 @@ DONE_POLL_S = 0.2
 """How often is looked whether all workers have left."""
 MISSING_TOLD_S = 60.0
 """Between two lines about the workers that have not come or left yet."""
-STATES = {
-    EXPECTED: "is expected",
-    LIVE: "has come",
-    LEFT: "has left",
-    DEAD: "counts as dead",
-    RESTARTING: "counts as dead, and may come again",
-    RETIRING: "is asked to end",
-}
-WAITED_FOR = {
-    EXPECTED: "never came",
-    LIVE: "still there",
-    RETIRING: "asked to end",
-    RESTARTING: "may come again",
-}
 logger = logging.getLogger("paramserve")
 LAST_ANSWER_S = 0.5
 """After the last worker has left: for answers that are on their way."""
@@ -151,78 +135,6 @@ class _Both:
         self._handlers.pop(conn).closed(conn)
 
 
-class _Log:
-    """Logs one line for each member that comes or goes, to the logger "paramserve"."""
-
-    def __init__(self, servers: int, workers: int) -> None:
-        self._expected = servers
-        self._servers = 0
-        self._members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
-
-    def on_members(self, members: Members) -> None:
-        """The membership has changed, or the servers are complete."""
-        if len(members.servers) > self._servers:
-            servers = f"all {self._expected} servers are" if self._expected > 1 else "the server is"
-            logger.info("%s there: workers may come", servers)
-        self._servers = len(members.servers)
-        before, self._members = self._members, {each.rank: each for each in members.members}
-        for rank, member in sorted(self._members.items()):
-            old = before.get(rank)
-            known = old is not None and old.incarnation == member.incarnation
-            if known and old is not None and old.state == member.state:
-                continue
-            bad = member.state in (DEAD, RESTARTING)
-            again = f" (incarnation {member.incarnation})" * (member.incarnation > 1)
-            told = STATES.get(member.state, member.state)
-            if old is not None and old.state == DEAD and member.state == LIVE:
-                told += " after it had died: it goes on where the others are, not where it was"
-                again += "; restart_s (--restart) would keep its place for a while"
-            logger.log(logging.WARNING if bad else logging.INFO, "rank %d %s%s", rank, told, again)
-
-    def on_refused(self, answer: Failed) -> None:
-        """Something that was asked for is refused."""
-        logger.warning("refused: %s", answer.failed)
-
-    def tell_missing_servers(self, shards: list[int]) -> None:
-        """Log the shards whose server has not registered yet, if there are some."""
-        if shards:
-            come = self._expected - len(shards)
-            logger.warning(
-                "%d of %d servers have registered: workers wait for those of shards %s",
-                come,
-                self._expected,
-                shards,
-            )
-
-    def ranks_in(self, state: str) -> list[int]:
-        """The ranks of this state."""
-        return sorted(rank for rank, each in self._members.items() if each.state == state)
-
-    def tell_done(self) -> None:
-        """Log that no worker is there any more, and which of them have died."""
-        if dead := self.ranks_in(DEAD):
-            logger.warning(
-                "the cluster ends, as until_done asks: all workers have left but %s, which died "
-                "and counts as having left; the values end with it. With restart_s (--restart) a "
-                "rank that died is waited for",
-                ranks(dead),
-            )
-        else:
-            logger.info("all workers have left: the cluster ends, as until_done asks")
-
-    def tell_missing(self) -> None:
-        """Log the workers that have not come or left yet."""
-        states: dict[str, list[str]] = {}
-        for rank, member in sorted(self._members.items()):
-            states.setdefault(member.state, []).append(str(rank))
-        told = "; ".join(
-            f"{WAITED_FOR[state]}: {', '.join(found)}"
-            for state, found in states.items()
-            if state in WAITED_FOR
-        )
-        logger.info("not done yet. %s", told)
-
-
 class _Running:
     """What has been opened, to be closed in the reverse order."""
 
@@ -230,7 +142,6 @@ class _Running:
         self.settings = settings
         self.stack = contextlib.ExitStack()
         self.coordinator: CoordinatorRole | None = None
-        self._log = _Log(settings.servers, settings.workers)
         self.role: ServerRole | None = None
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
@@ -253,8 +164,6 @@ class _Running:
             self.coordinator = await self._coordinate()
             self.coordinator.on_server_lost = self.lost.set
             self.coordinator.on_server_ends = self._server_ends
-            self.coordinator.on_members = self._log.on_members
-            self.coordinator.on_refused = self._log.on_refused
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -276,6 +185,7 @@ class _Running:
         self.role.listeners = listeners
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
+        self._tell_serving(enlisted)
         if self.coordinator is not None:
             self._report()
             tell = asyncio.get_running_loop().call_later(SAY_S, self._tell_missing_servers)
@@ -293,7 +203,7 @@ class _Running:
             self.stack.callback(committer.close)
         work = committer.do if committer is not None else None
         loop = asyncio.get_running_loop()
-        role = CoordinatorRole(Coordination(config, record), loop, work=work)
+        role = CoordinatorRole(Coordination(config, record), loop, work=work, alone=True)
         self.stack.callback(role.close)
         return role
 
@@ -353,7 +263,7 @@ class _Running:
 
     def _tell_missing_servers(self) -> None:
         assert self.coordinator is not None
-        self._log.tell_missing_servers(self.coordinator.missing_servers)
+        self.coordinator.log.tell_missing_servers(self.coordinator.missing_servers)
 
     async def _reach(self, coordinator: tuple[str, ...]) -> ControlLink:
         """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
@@ -387,6 +297,7 @@ class _Running:
                         settings.join,
                         error.__cause__,
                         settings.deadlines.start_s,
+                        extra=event("server-silent", address=settings.join),
                     )
 
     async def _listen(self, name: str, handler: Handler) -> list[Listener]:
@@ -408,6 +319,36 @@ class _Running:
     def _close(self, listener: Listener) -> None:
         listener.close(self._reason)
 
+    def _tell_serving(self, enlisted: Enlisted) -> None:
+        from paramserve import __version__  # looked up where it is needed first
+
+        extra = event(
+            "serving",
+            role="server",
+            server=enlisted.shard,
+            servers=enlisted.servers,
+            address=self._place,
+            version=__version__,
+        )
+        told = "serving shard %d of %d at %s"
+        logger.info(told, enlisted.shard, enlisted.servers, self._place, extra=extra)
+
+    def _tell_done(self, log: ClusterLog) -> None:
+        """Log that no worker is there any more, and which of them have died."""
+        dead = log.ranks_in(DEAD)
+        extra = event("done", role="coordinator", dead=dead)
+        if dead:
+            logger.warning(
+                "the cluster ends, as until_done asks: all workers have left but %s, which died "
+                "and counts as having left; the values end with it. With restart_s (--restart) a "
+                "rank that died is waited for",
+                ranks(dead),
+                extra=extra,
+            )
+        else:
+            told = "all workers have left: the cluster ends, as until_done asks"
+            logger.info(told, extra=extra)
+
     def ends(self, error: ParamServeError | None, *, told: bool = False) -> None:
         """This server is about to end; its peers are told why.
 
@@ -418,6 +359,9 @@ class _Running:
         if error is not None:
             self._reason = ServerGone(error.failed, applied="unknown", fix=error.fix)
         elif told:
+            logger.info(
+                "told to end (SIGTERM or Ctrl-C)", extra=event("stopping", address=self._place)
+            )
             self._reason = ServerGone(
                 f"the server at {self._place} was told to end (SIGTERM or Ctrl-C), and its values "
                 "ended with it",
@@ -426,7 +370,7 @@ class _Running:
             )
         else:
             if self.coordinator is not None:
-                self._log.tell_done()
+                self._tell_done(self.coordinator.log)
             self._reason = ServerGone(
                 f"the cluster of the server at {self._place} has ended as until_done asks: all its "
                 "workers have left, and its values ended with it",
@@ -477,8 +421,8 @@ class _Running:
             if not done:
                 raise _gone(coordinator.lost_servers, self._comes_back)
         if self.settings.until_done and coordinator is not None and coordinator.all_left:
-            dead = self._log.ranks_in(DEAD)
-            if dead and not self._log.ranks_in(LEFT):
+            dead = coordinator.log.ranks_in(DEAD)
+            if dead and not coordinator.log.ranks_in(LEFT):
                 raise WorkerFailed(
                     f"the cluster ends, as until_done asks: no worker has returned, {ranks(dead)} "
                     "died, and the values end with the cluster",
@@ -519,7 +463,7 @@ class _Running:
         while not coordinator.all_left:
             await asyncio.sleep(DONE_POLL_S)
             if loop.time() >= tell_at:
-                self._log.tell_missing()
+                coordinator.log.tell_missing()
                 tell_at = loop.time() + MISSING_TOLD_S
         await asyncio.sleep(LAST_ANSWER_S)
 
@@ -548,12 +492,17 @@ def _plan(recovery: Recovery) -> CheckpointPlan:
             told = ", ".join(
                 f"{name} {clock}" for name, clock in chosen.manifest.cut.clocks.items()
             )
-            logger.info("the cluster goes on from %s; clocks: %s", chosen.path, told or "none")
+            extra = event("resumed", role="coordinator", checkpoint=shown(chosen.path))
+            logger.info(
+                "the cluster goes on from %s; clocks: %s", chosen.path, told or "none", extra=extra
+            )
             break
         except CheckpointDamaged as error:
             recovery.refuse(error)
     else:
-        logger.info("%s has no checkpoint: the cluster begins anew", shown(recovery.folder))
+        extra = event("begun", role="coordinator", folder=shown(recovery.folder))
+        where = shown(recovery.folder)
+        logger.info("%s has no checkpoint: the cluster begins anew", where, extra=extra)
     return recovery.plan(recovery.seed(None))
 
 
@@ -667,7 +616,7 @@ def serve(
             "checkpoint= is told to the first server, which tells the others: leave it out where "
             "join= is given"
         )
-    feed = Feed(report_to, say)
+    feed = Feed(report_to, _tell_reporter)
     if report_to and join is not None:
         raise ValueError(
             "report_to= is told to the first server: leave it out where join= is given"
@@ -693,6 +642,10 @@ def serve(
     seed = recovery.seed(None) if recovery is not None else None
     feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions()))
     asyncio.run(_serve(settings, ready))
+
+
+def _tell_reporter(words: str) -> None:
+    logger.warning("%s", words, extra=event("reporter-dropped"))
 
 
 def _check_numbers(servers: int, workers: int, ends: bool) -> None:
@@ -761,3 +714,4 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         running.stack.close()
     if unsaved is not None:
         raise unsaved
+    logger.info("ended in order", extra=event("ended"))

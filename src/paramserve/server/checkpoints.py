@@ -34,6 +34,7 @@ from paramserve.core.cut_parts import ShardCut
 from paramserve.core.restoring import change_policy, restore
 from paramserve.core.shard import Shard
 from paramserve.errors import ParamServeError
+from paramserve.logs import event
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutWritten, WriteCut
 from paramserve.server.residuals import Residuals
 from paramserve.transport.timing import Loop, Pending
@@ -193,7 +194,8 @@ class PartWriter:
 
     def _fail(self, writing: _Writing, error: BaseException) -> None:
         if not isinstance(error, ParamServeError):
-            logger.error("a checkpoint could not be written", exc_info=error)
+            extra = event("bug", role="server", server=self._shard.number)
+            logger.error("a checkpoint could not be written", exc_info=error, extra=extra)
         self._loop.run_in_executor(None, writing.writer.close)
         told = str(error) or type(error).__name__
         self._refuse(writing.notice, told, pause_s=writing.pause_s)
@@ -282,4 +284,6 @@ def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | No
             change_policy(shard, frontiers)
             if shard.number == LEAD and frontiers:
                 known, came = differences.of_policies(cluster.consistency, policy)[1:]
-                logger.warning("the run goes on under %s; the checkpoint's was %s", came, known)
+                extra = event("policy-changed", role="server", server=shard.number)
+                told = "the run goes on under %s; the checkpoint's was %s"
+                logger.warning(told, came, known, extra=extra)

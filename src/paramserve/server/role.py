@@ -36,6 +36,7 @@ from paramserve.core.polling import SHARED_S, AdaptivePolling
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
+from paramserve.logs import event
 from paramserve.messages import (
     AskReport,
     Batch,
@@ -219,6 +220,8 @@ class ServerRole:
             older.close()
         self._parties[conn] = hello.client
         self._clients[hello.client] = conn
+        told = "client %d (rank %d) has connected"
+        logger.debug(told, hello.client, hello.rank, extra=self._event("log", client=hello.client))
         self._memories[conn] = Memory(conn.arenas)
         self._act(effects)
 
@@ -313,6 +316,8 @@ class ServerRole:
             self._residuals.closed(conn)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
+            told = "the connection of client %d has ended"
+            logger.debug(told, client, extra=self._event("log", client=client))
             self._happen(ClientGone(client))
 
     # --- what the shard wants ------------------------------------------------------------------
@@ -332,7 +337,9 @@ class ServerRole:
         for client in effects.drops:
             connection = self._clients.get(client)
             if connection is not None:
-                logger.warning("client %d broke the order of its requests; cut off", client)
+                extra = self._event("client-cut-off", client=client)
+                told = "client %d broke the order of its requests; cut off"
+                logger.warning(told, client, extra=extra)
                 connection.close()
         for each in effects.notices:
             self._tell(each)
@@ -366,7 +373,8 @@ class ServerRole:
         frames, self._loading = self._loading or [], None
         error = done.exception()
         if error is not None:
-            logger.error("the kernels of a rule could not be compiled", exc_info=error)
+            extra = self._event("bug")
+            logger.error("the kernels of a rule could not be compiled", exc_info=error, extra=extra)
             refused = ParamServeError(
                 f"shard {self.config.shard} could not compile the kernels of a rule: {error!r}",
                 fix="look at the server's output",
@@ -383,7 +391,8 @@ class ServerRole:
                 conn.close()
             except Exception:
                 # A bug of ours ends its own connection only; the others' frames still count.
-                logger.exception("a request that waited for kernels failed")
+                told = "a request that waited for kernels failed"
+                logger.exception(told, extra=self._event("bug"))
                 conn.close()
 
     # --- the coordinator -----------------------------------------------------------------------
@@ -479,7 +488,8 @@ class ServerRole:
             control.notify(self._report(), waits=False)
         except ProtocolError as error:
             if not self._oversize_told:
-                logger.error("a heartbeat of shard %d failed: %s", self.config.shard, error)
+                told = "a heartbeat of shard %d failed: %s"
+                logger.error(told, self.config.shard, error, extra=self._event("bug"))
             self._oversize_told = True
         self._flush()
 
@@ -498,6 +508,9 @@ class ServerRole:
             self._loop.remove_writer(fd)
         else:
             self._loop.add_writer(fd, self._flush)
+
+    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+        return event(name, role="server", server=self.config.shard, **fields)
 
     def _report(self, ask: AskReport = BEAT) -> ServerBeat:
         blocks = self.shard.blocks.values()

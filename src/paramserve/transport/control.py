@@ -23,6 +23,7 @@ from paramserve.errors import (
     Timeout,
     rebuild,
 )
+from paramserve.logs import event
 from paramserve.messages import (
     CoordinatorNotice,
     CoordinatorReply,
@@ -208,7 +209,8 @@ class ControlLink:
         self.address = link.address
         if self._closed:
             link.close()
-        logger.info("connected to the coordinator at %s again", self.address)
+        extra = event("reconnected", address=self.address)
+        logger.info("connected to the coordinator at %s again", self.address, extra=extra)
         return None
 
     def call(

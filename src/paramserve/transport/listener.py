@@ -24,6 +24,7 @@ from typing import Final
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError
+from paramserve.logs import event
 from paramserve.transport import auth, forks, handshake, tcp, tls
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import (
@@ -165,12 +166,14 @@ class Listener:
                 self.address,
                 count,
                 crowd or "this machine",
+                extra=event("peers-crowded", address=self.address, peer=crowd, peers=count),
             )
         return True
 
     def _pause(self, error: OSError) -> None:
         """Accept nothing for a moment: the socket stays readable and would keep the loop busy."""
-        logger.warning("cannot accept at %s: %s", self.address, error)
+        extra = event("accept-failed", address=self.address)
+        logger.warning("cannot accept at %s: %s", self.address, error, extra=extra)
         self._loop.remove_reader(self._sock)
         self._loop.call_later(_NO_DESCRIPTORS_PAUSE_S, self._resume)
 
@@ -275,7 +278,9 @@ class Listener:
         kept.pop(peer, None)  # those that were told last stand last
         kept[peer] = now, 0
         more = f"; {count} more from there since the last such line" if count else ""
-        logger.warning("refused a peer from %s at %s: %s%s", peer, self.address, why, more)
+        extra = event("peer-refused", address=self.address, peer=peer, more=count)
+        told = "refused a peer from %s at %s: %s%s"
+        logger.warning(told, peer, self.address, why, more, extra=extra)
 
     def _refused(self, sock: socket.socket, reason: str) -> None:
         self.refused += 1

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from paramserve.config import Credentials, ServerConfig
 from paramserve.errors import ParamServeError
+from paramserve.logs import event
 from paramserve.messages import Hello
 from paramserve.transport.link import Link
 from paramserve.transport.timing import Loop, Pending
@@ -140,7 +141,9 @@ class PeerLinks:
         if isinstance(error, ParamServeError | ConnectionError):
             if self._closed:
                 return
-            logger.warning("shard %d cannot reach shard %d: %s", self._shard, shard, error)
+            extra = event("server-unreachable", role="server", server=self._shard, other=shard)
+            told = "shard %d cannot reach shard %d: %s"
+            logger.warning(told, self._shard, shard, error, extra=extra)
             return
         link = dialing.result()
         if self._closed:

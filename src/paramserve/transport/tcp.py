@@ -21,6 +21,7 @@ import weakref
 from typing import Final
 
 from paramserve.config import TLS, Deadlines
+from paramserve.logs import event
 
 logger = logging.getLogger("paramserve")
 
@@ -88,9 +89,8 @@ def way_to(host: str) -> str:
 def warn_if_open(bind: str, tls: TLS | None) -> None:
     """Say so where others than this machine's processes can reach a port, and TLS is missing."""
     if bind.rpartition(":")[0] not in _LOOPBACK and tls is None:
-        logger.warning(
-            "listening beyond this machine at %s without TLS: values can be read on the way", bind
-        )
+        told = "listening beyond this machine at %s without TLS: values can be read on the way"
+        logger.warning(told, bind, extra=event("no-tls", address=bind))
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -124,6 +124,15 @@ def is_lost(info: bytes, lost_s: float) -> bool:
         return False
     fields = _TCP_INFO.unpack_from(info)
     return bool(fields[_UNACKED]) and fields[_LAST_ACK_RECEIVED_MS] > lost_s * 1000
+
+
+def _peer(sock: socket.socket) -> dict[str, str]:
+    """Of a log line: who is at the other end, if that is known still."""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return {}
+    return {"peer": join_place(host, port)}
 
 
 class LostHosts:
@@ -170,7 +179,8 @@ class LostHosts:
             try:
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
                 if is_lost(info, lost_s):
-                    logger.warning("a TCP peer's host has been silent for %.1f s", lost_s)
+                    told = "a TCP peer's host has been silent for %.1f s"
+                    logger.warning(told, lost_s, extra=event("host-lost", **_peer(sock)))
                     self._lost.add(sock)
                     sock.shutdown(socket.SHUT_RDWR)
                 left.append(lost_s)

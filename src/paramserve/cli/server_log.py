@@ -1,0 +1,62 @@
+"""What `paramserve serve` writes to standard error: plain lines, or JSON for log collectors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import click
+
+from paramserve.errors import ParamServeError
+from paramserve.logs import JSONFormatter, event
+
+PLAIN = "%(asctime)s %(name)s: %(message)s"
+logger = logging.getLogger("paramserve")
+
+
+def begin(form: str) -> None:
+    """Log from now on, as "plain" lines or as "json": paramserve from INFO on, all else from
+    WARNING on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JSONFormatter("server") if form == "json" else logging.Formatter(PLAIN))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logger.setLevel(logging.INFO)
+    if form == "json":
+        logging.captureWarnings(True)
+        threading.excepthook = _thread_failed
+
+
+@contextmanager
+def told(form: str) -> Iterator[None]:
+    """In the form "json", an error that ends the command is a line of the log, too.
+
+    Raises:
+        click.exceptions.Exit: with status 1, in place of such an error.
+    """
+    if form != "json":
+        yield
+        return
+    try:
+        yield
+    except (ParamServeError, OSError, ValueError, TypeError) as error:
+        extra = event("failed", error=type(error).__name__)
+        logger.error("%s", error, extra=extra)
+        raise click.exceptions.Exit(1) from error
+    except Exception as error:
+        extra = event("failed", error=type(error).__name__)
+        logger.exception("%s", error, extra=extra)
+        raise click.exceptions.Exit(1) from error
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    kind, error, where = args.exc_type, args.exc_value, args.exc_traceback
+    if error is None or issubclass(kind, SystemExit):
+        return
+    shown: tuple[type[BaseException], BaseException, TracebackType | None] = (kind, error, where)
+    name = args.thread.name if args.thread is not None else "of no name"
+    logger.error("thread %s failed", name, exc_info=shown, extra=event("bug"))
+    sys.stderr.flush()
