@@ -9,7 +9,6 @@ a docstring, and an error that docs/troubleshooting.md does not explain, are ref
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import textwrap
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import paramserve
 from paramserve import config, errors, observe, pytorch
+from paramserve.cli.settings import meanings
 from paramserve.pytorch.loader import Loader
 
 PAGE = Path(__file__).with_name("api.md")
@@ -387,20 +387,12 @@ def _item(text: str) -> str:
     return ", ".join(f"`{name}`" for name in names.split(", ")) + f":{rest}"
 
 
-def _fields(settings: type) -> list[str]:
+def _fields(settings: type[config.Deadlines | config.Limits]) -> list[str]:
     """A row for each field of a class of settings, with the text that follows it."""
-    (tree,) = ast.parse(inspect.getsource(settings)).body
-    assert isinstance(tree, ast.ClassDef)
-    rows = []
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign):
-            assert isinstance(field.target, ast.Name)
-            assert isinstance(text, ast.Expr), f"{field.target.id} has no text"
-            words = " ".join(str(ast.literal_eval(text.value)).split())
-            rows.append(
-                f"| `{field.target.id}` | {_readable(settings, field.target.id)} | {words} |"
-            )
-    return rows
+    return [
+        f"| `{field}` | {_readable(settings, field)} | {words} |"
+        for field, words in meanings(settings).items()
+    ]
 
 
 def _readable(settings: type, field: str) -> str:

@@ -270,6 +270,18 @@ def check_number(name: str, value: Any, *, above: float | None = None, least: fl
         raise ValueError(f"{name} must be {what} and finite, not {value!r}")
 
 
+def check_setting(name: str, kind: type[Deadlines | Limits], field: str, number: Any) -> None:
+    """Raise `TypeError` or `ValueError` for what cannot be this field of `kind`, by `name`."""
+    whole = isinstance(getattr(kind(), field), int)
+    if isinstance(number, bool) or not isinstance(number, int if whole else (int, float)):
+        what = "an int" if whole else "a number"
+        raise TypeError(f"{name} must be {what}, not {number!r}")
+    zero = field in MAY_BE_ZERO
+    if not (0 < number < math.inf or (zero and number == 0)):
+        least = "at least 0" if zero else "above 0"
+        raise ValueError(f"{name} must be {least} and finite, not {number}")
+
+
 def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> Settings:
     """The settings, or the defaults for None.
 
@@ -282,15 +294,7 @@ def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> S
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be ps.{kind.__name__}(...), not {value!r}")
     for field in msgspec.structs.fields(kind):
-        number = getattr(value, field.name)
-        allowed = int if field.type is int else (int, float)
-        if isinstance(number, bool) or not isinstance(number, allowed):
-            what = "an int" if field.type is int else "a number"
-            raise TypeError(f"{name}: {field.name} must be {what}, not {number!r}")
-        zero = field.name in MAY_BE_ZERO
-        if not (0 < number < math.inf or (zero and number == 0)):
-            least = "at least 0" if zero else "above 0"
-            raise ValueError(f"{name}: {field.name} must be {least} and finite, not {number}")
+        check_setting(f"{name}: {field.name}", kind, field.name, getattr(value, field.name))
     if isinstance(value, Deadlines) and not value.heartbeat_s < value.stall_s:
         raise ValueError(
             f"{name}: heartbeat_s must be below stall_s, not {value.heartbeat_s} and "

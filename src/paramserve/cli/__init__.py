@@ -21,6 +21,7 @@ from paramserve.cli.doctor import doctor
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
+from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
 from paramserve.observe.view import SHOWS, Show
@@ -38,8 +39,8 @@ def cli() -> None:
     """The parameter server for PyTorch."""
 
 
-@cli.command()
-@click.argument("target", metavar="SCRIPT:FUNCTION")
+@cli.command(epilog=EPILOG)
+@click.argument("target", metavar="SCRIPT:FUNCTION", required=False)
 @click.argument("script_args", metavar="[-- SCRIPT ARGUMENTS]", nargs=-1)
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
@@ -104,8 +105,9 @@ def cli() -> None:
 @click.option(
     "--resume-from", type=Place(exists=True), help="Go on from this checkpoint, or folder."
 )
+@with_settings
 def run(
-    target: str,
+    target: str | None,
     script_args: tuple[str, ...],
     consistency: str,
     show: Show,
@@ -125,6 +127,9 @@ def run(
     from paramserve.launch import run as run_function
     from paramserve.launch.packing import WithArguments
 
+    take_settings(options)
+    require({"target": target}, "target")
+    assert target is not None
     if out is not None:
         out = check_out(out, "--save")
     own_rules, policies, codecs = split(given := [load_object(each) for each in rules])

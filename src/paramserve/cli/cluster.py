@@ -20,6 +20,7 @@ from msgspec.json import encode
 from paramserve.cli import server_log
 from paramserve.cli.checkpoints import Place
 from paramserve.cli.policies import POLICY_HELP, policy_of
+from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.config import TLS, Credentials, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
@@ -61,9 +62,9 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     return TLS(files[0], files[1], files[2])
 
 
-@click.command()
-@click.option("--bind", required=True, metavar="HOST:PORT", help="Where to listen; port 0: any.")
-@click.option("--token-file", required=True, type=click.Path(), help="See `paramserve token`.")
+@click.command(epilog=EPILOG)
+@click.option("--bind", metavar="HOST:PORT", help="Where to listen; port 0: any.  [required]")
+@click.option("--token-file", type=click.Path(), help="See `paramserve token`.  [required]")
 @click.option("--join", metavar="HOST:PORT", help="The first server; without it this is the first.")
 @click.option("--servers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--workers", type=click.IntRange(min=0), default=0, show_default=True)
@@ -126,6 +127,7 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     show_default=True,
     help="How stderr tells of joins, deaths, refusals, checkpoints, ends. json: an object a line.",
 )
+@with_settings
 @with_tls
 def serve(
     rules: tuple[str, ...],
@@ -146,6 +148,8 @@ def serve(
     from paramserve.launch.serve import serve as run
     from paramserve.reporters import Prometheus
 
+    take_settings(options)
+    require(options, "bind", "token_file")
     if every_s is not None and checkpoint is None:
         raise click.UsageError("--checkpoint-every needs --checkpoint")
 

@@ -26,6 +26,7 @@ from paramserve.errors import (
     warn_user,
 )
 from paramserve.launch.arguments import check_folder
+from paramserve.launch.config_file import settings_in
 from paramserve.launch.overview import Overview
 from paramserve.launch.reading import SNAPSHOT_POLL_S, Reader, Snapshot, Watching
 from paramserve.messages import Record, ServerBeat, Status
@@ -43,6 +44,7 @@ LOOK_S = 1.0
 """Between two looks whether all workers have ended, while no snapshot comes."""
 ADDRESS = "PARAMSERVE_ADDRESS"
 TOKEN_FILE = "PARAMSERVE_TOKEN_FILE"
+CONFIG_FILE = "PARAMSERVE_CONFIG"
 TLS_FILES = ("PARAMSERVE_TLS_CERTIFICATE", "PARAMSERVE_TLS_KEY", "PARAMSERVE_TLS_AUTHORITY")
 
 
@@ -516,12 +518,14 @@ def from_environment(environment: Mapping[str, str] | None = None, *, seed: int 
 
     It reads RANK and WORLD_SIZE (as torchrun sets them), PARAMSERVE_ADDRESS,
     PARAMSERVE_TOKEN_FILE and, for TLS, PARAMSERVE_TLS_CERTIFICATE, PARAMSERVE_TLS_KEY and
-    PARAMSERVE_TLS_AUTHORITY.
+    PARAMSERVE_TLS_AUTHORITY. PARAMSERVE_CONFIG may name the file that servers have as --config: its
+    tables [deadlines] and [limits] hold.
 
     Args:
         environment: instead of this process's.
     Raises:
-        ValueError: a variable is missing or no number; and as `connect`.
+        ValueError: a variable is missing or no number, or the file has a wrong name or value; and
+            as `connect`. OSError: the file cannot be read.
     """
     found = environment if environment is not None else os.environ
     return connect(**described_by(found), seed=seed)
@@ -531,8 +535,10 @@ def described_by(found: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of `connect` that an environment has.
 
     Raises:
-        ValueError: a variable is missing or no number.
+        ValueError: a variable is missing or no number, or the file of settings is wrong.
+        OSError: that cannot be read.
     """
+    config = found.get(CONFIG_FILE)
     files = [found.get(name, "") for name in TLS_FILES]
     if any(files) and not all(files):
         raise ValueError(f"TLS needs all of {', '.join(TLS_FILES)}")
@@ -542,6 +548,7 @@ def described_by(found: Mapping[str, str]) -> dict[str, Any]:
         "workers": _number(found, "WORLD_SIZE"),
         "token_file": found.get(TOKEN_FILE) or None,
         "tls": TLS(files[0], files[1], files[2]) if all(files) else None,
+        **(settings_in(config) if config else {}),
     }
 
 

@@ -73,9 +73,11 @@ def work(
     if not back_s >= 0:
         raise ValueError(f"back_s must be a number of seconds of at least 0, not {back_s!r}")
     place = _place(address, rank=rank, workers=workers, token_file=token_file, tls=tls)
+    given = {"deadlines": deadlines, "limits": limits}
+    place |= {name: settings for name, settings in given.items() if settings is not None}
 
     def join(wait_s: float | None) -> Worker:
-        return connect(**place, seed=seed, timeout_s=wait_s, deadlines=deadlines, limits=limits)
+        return connect(**place, seed=seed, timeout_s=wait_s)
 
     worker, times = join(timeout_s), 1
     while True:
