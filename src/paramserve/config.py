@@ -49,12 +49,15 @@ class Limits(Struct, frozen=True):
     """Bytes of these records, at the coordinator and in each worker."""
     reduce_bytes_max: int = 1 << 20
     """Of a value in `worker.all_reduce`."""
+    token_grace_s: float = 600.0
+    """When a server's token file gets another token, peers may come with the one before for this
+    long; 0.0: no longer. Connections that stand are not ended."""
     poll_s_max: float = 1e-3
     """How long a wait for an answer or a request polls, before it sleeps, at most; 0.0: it sleeps
     at once. Less where a wake-up costs little on this machine, or the wait is likely to be long."""
 
 
-MAY_BE_ZERO: Final = frozenset({"poll_s_max"})
+MAY_BE_ZERO: Final = frozenset({"poll_s_max", "token_grace_s"})
 """Of `Limits`: 0 turns off what they bound."""
 
 

@@ -44,6 +44,7 @@ from paramserve.launch import serve as serving
 from paramserve.launch.connect import Handle
 from paramserve.messages import Member, Members
 from paramserve.transport.auth import credentials_of
+from paramserve.transport.renewing import LOOK_S
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
 SERVERS_THERE = "the server is there: workers may come"
@@ -605,6 +606,47 @@ def test_first_server_names_the_one_that_is_killed_before_or_after_all_workers(
     kind, text = first.error(SOON_S)
     assert kind == "ServerGone"
     assert f"the server of shard 1 at {at} has ended or is lost" in text
+
+
+def test_renewed_certificates_and_token_are_read_without_a_restart(
+    servers: Servers, tmp_path: Path
+) -> None:
+    # What processes have at hand lies behind these paths, as a volume of secrets does.
+    paths = [tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem")]
+    mine = ps.TLS(*map(str, paths))
+
+    def replace(made: ps.TLS) -> None:
+        for path, new in zip(paths, (made.certificate, made.key, made.authority), strict=True):
+            (link := path.with_suffix(".new")).symlink_to(new)
+            os.replace(link, path)
+
+    old, new = (make_certificates(tmp_path / name) for name in ("old", "new"))
+    replace(old)
+    _, address = servers.serve(tls=(mine.certificate, mine.key, mine.authority), workers=2)
+
+    def join(token: str, tls: ps.TLS, rank: int = 0) -> Any:
+        return ps.connect(address, rank=rank, token_file=token, tls=tls, timeout_s=SOON_S)
+
+    with join(servers.token, mine, rank=1) as stays:
+        stays.client.define("w", np.zeros(3), rule=ps.Add())
+        replace(new)
+        time.sleep(LOOK_S)
+        with pytest.raises(NotAuthenticated, match="certificate"):
+            join(servers.token, old)
+        with join(servers.token, new):
+            pass
+        before = new_token(tmp_path / "before")
+        Path(before).write_text(Path(servers.token).read_text())
+        renewed = new_token(tmp_path / "renewed")
+        os.replace(renewed, servers.token)
+        time.sleep(LOOK_S)
+        for path in (servers.token, before):  # the old one holds for `token_grace_s`
+            with join(path, new):
+                pass
+        with pytest.raises(NotAuthenticated, match="token"):
+            join(new_token(tmp_path / "wrong"), new)
+        stays.client.push("w", np.ones(3)).result()
+        np.testing.assert_array_equal(stays.client.pull("w"), np.ones(3))
 
 
 # --- what the command logs ------------------------------------------------------------------------

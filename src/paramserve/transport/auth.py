@@ -10,22 +10,27 @@ of fixed size, before anything of variable size is read:
 Under TLS all but the first line is within it. The first line tells a client at once what it lacks;
 an attacker who changes it gains nothing, because a client with TLS settings takes nothing else.
 
-Pure functions over bytes, apart from `peer_uid`. The token keeps unknown peers out; it neither
-hides nor protects what follows from an attacker on the path (that takes TLS).
+Functions over bytes, apart from `peer_uid` and the files of tokens, which may be renewed. The
+token keeps unknown peers out; it neither hides nor protects what follows from an attacker on the
+path (that takes TLS).
 """
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import socket
 import struct
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from paramserve.config import NO_CREDENTIALS, TLS, Credentials, check_tls
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION
+from paramserve.transport.renewing import Renewed
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -42,6 +47,13 @@ TOKEN_OPTIONS: Final = (
     "ps.from_environment"
 )
 """How a user gives a process the cluster's token."""
+FIX_JOINS: Final = (
+    "name that cluster's token file: copy the one that its first server was started with"
+)
+TOKENS_BEFORE_MAX: Final = 4
+"""Of those that a file held before, kept for the grace period."""
+FILES_MAX: Final = 64
+"""Files that are looked at for new tokens."""
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -84,18 +96,19 @@ def answer(token: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     return client_nonce + _proof(token, b"client", server_nonce, client_nonce)
 
 
-def check_answer(token: bytes, server_nonce: bytes, data: bytes) -> bytes:
-    """Check the client's message and return the server's proof.
+def check_answer(tokens: Sequence[bytes], server_nonce: bytes, data: bytes) -> bytes:
+    """Check the client's message and return the server's proof, of the same one of the tokens.
 
     Raises:
         NotAuthenticated: the client does not hold the token. To be told by `REFUSAL`.
     """
     client_nonce, proof = data[:NONCE_BYTES], data[NONCE_BYTES:]
-    if not hmac.compare_digest(_proof(token, b"client", server_nonce, client_nonce), proof):
-        raise NotAuthenticated(
-            "a client's proof of the token is wrong", fix="give it this cluster's token"
-        )
-    return _proof(token, b"server", server_nonce, client_nonce)
+    for token in tokens:
+        if hmac.compare_digest(_proof(token, b"client", server_nonce, client_nonce), proof):
+            return _proof(token, b"server", server_nonce, client_nonce)
+    raise NotAuthenticated(
+        "a client's proof of the token is wrong", fix="give it this cluster's token"
+    )
 
 
 def check_proof(token: bytes, server_nonce: bytes, client_nonce: bytes, proof: bytes) -> None:
@@ -105,15 +118,20 @@ def check_proof(token: bytes, server_nonce: bytes, client_nonce: bytes, proof: b
         NotAuthenticated: the server refused our proof, or does not hold the token itself.
     """
     if proof == REFUSAL:
-        raise NotAuthenticated(
-            "the server refused this side's token",
-            fix=f"use the token of the cluster at that address: {TOKEN_OPTIONS}",
-        )
+        raise refused()
     if not hmac.compare_digest(_proof(token, b"server", server_nonce, client_nonce), proof):
         raise NotAuthenticated(
             "the server does not hold this cluster's token",
             fix="check the address: another cluster, or a stranger, listens there",
         )
+
+
+def refused() -> NotAuthenticated:
+    """What `REFUSAL` means for the client."""
+    return NotAuthenticated(
+        "the server refused this side's token",
+        fix=f"use the token of the cluster at that address: {TOKEN_OPTIONS}",
+    )
 
 
 def _proof(token: bytes, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
@@ -135,6 +153,49 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
+class TokenFile:
+    """The token that a file holds, which may be renewed.
+
+    Args:
+        first: the token that was read there before.
+        now: a clock, in seconds.
+    """
+
+    def __init__(self, path: str, first: bytes, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._current = now, first
+        read = functools.partial(_read, path, FIX_JOINS)
+        self._file = Renewed("the token", (path,), read, first=first, now=now)
+        self._before: dict[bytes, float] = {}
+        """Tokens that the file held before, and until when it did."""
+
+    def tokens(self, grace_s: float) -> tuple[bytes, ...]:
+        """The token, and behind it those that it has replaced in the last `grace_s`."""
+        token, now = self._file.get(), self._now()
+        if token != self._current:
+            self._before.pop(token, None)
+            self._before[self._current] = now
+            self._current = token
+            while len(self._before) > TOKENS_BEFORE_MAX:
+                del self._before[next(iter(self._before))]
+        before = [each for each, until in self._before.items() if now - until < grace_s]
+        return (token, *reversed(before))
+
+
+_files: dict[bytes, TokenFile] = {}
+"""By the token that was read there first. What is pickled has a token only: in another process it
+stays as it is, for the path may be another cluster's there."""
+
+
+def tokens(credentials: Credentials, grace_s: float) -> tuple[bytes, ...]:
+    """The tokens that hold at present, the newest first: of a file, as it is now.
+
+    Args:
+        grace_s: for how long one holds that its file had before.
+    """
+    file = _files.get(credentials.token)
+    return file.tokens(grace_s) if file is not None else (credentials.token,)
+
+
 def credentials_of(
     token_file: str | os.PathLike[str] | None, tls: TLS | None = None, *, joins: bool = True
 ) -> Credentials:
@@ -148,10 +209,18 @@ def credentials_of(
     check_tls(tls)
     if token_file is None:
         return Credentials(tls=tls) if tls is not None else NO_CREDENTIALS
-    path = Path(token_file)
-    fix = "make one with: paramserve token FILE"
-    if joins:
-        fix = "name that cluster's token file: copy the one that its first server was started with"
+    path = os.path.abspath(token_file)
+    token = _read(path, FIX_JOINS if joins else "make one with: paramserve token FILE")
+    if token not in _files:
+        while len(_files) >= FILES_MAX:
+            del _files[next(iter(_files))]
+        _files[token] = TokenFile(path, token)
+    return Credentials(token, tls)
+
+
+def _read(name: str, fix: str) -> bytes:
+    """The token in a file. Raises as `credentials_of`, with this `fix`."""
+    path = Path(name)
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -171,4 +240,4 @@ def credentials_of(
             f"the token in {path} has {len(token)} characters, it needs {TOKEN_BYTES_MIN}",
             fix=fix,
         )
-    return Credentials(token, tls)
+    return token

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from paramserve.config import TLS, Credentials
+from paramserve.config import TLS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError
 from paramserve.transport import auth, tcp, tls
 
@@ -19,6 +19,9 @@ HAS_ABSTRACT: Final = sys.platform == "linux"
 """Whether Unix sockets can have a name without a place in the file system (unix(7))."""
 
 
+GRACE_S: Final = Limits().token_grace_s
+"""For so long after its token file was renewed, a client tries the old token where the new one is
+refused: the servers' file may be renewed later."""
 LISTENS_S: Final = 1.0
 """How long an attempt may take that only asks whether a process listens."""
 
@@ -127,7 +130,23 @@ def dial(
             fix=f"give the token's file: {auth.TOKEN_OPTIONS}; or run on the same machine and use "
             "a Unix socket",
         )
-    host, port = tcp.split_place(place)
+    for token in auth.tokens(credentials, GRACE_S):
+        proven = Credentials(token, credentials.tls)
+        sock = _dial_tcp(address, tcp.split_place(place), proven, deadline, lost_s)
+        if sock is not None:
+            return sock
+    raise auth.refused()
+
+
+def _dial_tcp(
+    address: str,
+    place: tuple[str, int],
+    credentials: Credentials,
+    deadline: float,
+    lost_s: float,
+) -> socket.socket | None:
+    """Connect to a host and port; None: the peer refuses the token. Raises as `dial`."""
+    host, port = place
     try:
         sock = socket.create_connection((host, port), remaining(deadline))
     except TimeoutError as error:
@@ -139,10 +158,13 @@ def dial(
         tcp.prepare(sock, lost_s)
         _check_greeting(sock, address, credentials.tls, deadline)
         if credentials.tls is None:
-            _prove(sock, credentials.token, deadline)
+            proved = _prove(sock, credentials.token, deadline)
         else:
             sock = tls.over(sock, tls.client_context(credentials.tls), host.partition("%")[0])
-            _prove_over_tls(sock, credentials, credentials.tls, address, deadline)
+            proved = _prove_over_tls(sock, credentials, credentials.tls, address, deadline)
+        if not proved:
+            sock.close()
+            return None
         tcp.lost_hosts.watch(sock, lost_s)
     except BaseException:
         sock.close()
@@ -187,13 +209,13 @@ def _check_greeting(
 
 def _prove_over_tls(
     sock: tls.TlsSocket, credentials: Credentials, settings: TLS, address: str, deadline: float
-) -> None:
+) -> bool:
     try:
         sock.settimeout(remaining(deadline))
         sock.do_handshake()
         # In TLS 1.3 a server checks the client's certificate after that: it refuses in place of
         # its nonce.
-        _prove(sock, credentials.token, deadline)
+        return _prove(sock, credentials.token, deadline)
     except ssl.SSLError as error:
         raise tls.explain(error, settings, address) from error
 
@@ -206,12 +228,16 @@ def remaining(deadline: float) -> float:
     return left
 
 
-def _prove(sock: socket.socket, token: bytes, deadline: float) -> None:
+def _prove(sock: socket.socket, token: bytes, deadline: float) -> bool:
+    """Prove the token to each other; False: the peer refuses it."""
     server_nonce = _exactly(sock, auth.NONCE_BYTES, deadline)
     client_nonce = secrets.token_bytes(auth.NONCE_BYTES)
     sock.sendall(auth.answer(token, server_nonce, client_nonce))
     proof = _exactly(sock, auth.PROOF_BYTES, deadline)
+    if proof == auth.REFUSAL:
+        return False
     auth.check_proof(token, server_nonce, client_nonce, proof)
+    return True
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -64,13 +64,13 @@ async def secure(sock: TlsSocket, tls: TLS) -> None:
             raise explain(error, tls, "a client") from error
 
 
-async def check_token(sock: socket.socket, token: bytes) -> None:
-    """Prove the token to each other; see `auth`. Raises `NotAuthenticated`."""
+async def check_token(sock: socket.socket, tokens: Sequence[bytes]) -> None:
+    """Prove one of these tokens to each other; see `auth`. Raises `NotAuthenticated`."""
     nonce = secrets.token_bytes(auth.NONCE_BYTES)
     _send(sock, nonce)
     data, _ = await _read(sock, auth.ANSWER_BYTES)
     try:
-        proof = auth.check_answer(token, nonce, data)
+        proof = auth.check_answer(tokens, nonce, data)
     except NotAuthenticated:
         _send(sock, auth.REFUSAL)
         raise

@@ -254,7 +254,8 @@ class Listener:
         if self._credentials.tls is not None:
             assert isinstance(sock, tls.TlsSocket)
             await handshake.secure(sock, self._credentials.tls)
-        await handshake.check_token(sock, self._credentials.token)
+        tokens = auth.tokens(self._credentials, self._limits.token_grace_s)
+        await handshake.check_token(sock, tokens)
 
     def _forget(self, conn: StreamConnection) -> None:
         self._connections.discard(conn)

@@ -10,11 +10,12 @@ import errno
 import functools
 import socket
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from paramserve.config import TLS
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
+from paramserve.transport.renewing import Renewed
 
 RECORD_BYTES: Final = 16 << 10
 """What one TLS record holds at most (RFC 8446, 5.1)."""
@@ -148,13 +149,38 @@ def _renegotiation() -> ConnectionAbortedError:
 # --- contexts and handshakes ---------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
 def server_context(tls: TLS) -> ssl.SSLContext:
-    """For a listener. The files are read once per process.
+    """For a listener. The files are read once per process, and again when they have changed: see
+    `Renewed`.
 
     Raises:
-        ParamServeError: a file cannot be read, or holds something else; it is named.
+        ParamServeError: a file cannot be read, or holds something else; it is named. Not where they
+            could be used before.
     """
+    return _for_servers(tls).get()
+
+
+def client_context(tls: TLS) -> ssl.SSLContext:
+    """For a client; as `server_context`."""
+    return _for_clients(tls).get()
+
+
+@functools.lru_cache(maxsize=8)
+def _for_servers(tls: TLS) -> Renewed[ssl.SSLContext]:
+    return _renewed("the certificate for peers that come", tls, _server_context)
+
+
+@functools.lru_cache(maxsize=8)
+def _for_clients(tls: TLS) -> Renewed[ssl.SSLContext]:
+    return _renewed("the certificate towards servers", tls, _client_context)
+
+
+def _renewed(what: str, tls: TLS, make: Callable[[TLS], ssl.SSLContext]) -> Renewed[ssl.SSLContext]:
+    paths = (tls.certificate, tls.key, tls.authority)
+    return Renewed(what, paths, functools.partial(make, tls))
+
+
+def _server_context(tls: TLS) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _prepare(context, tls)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -164,9 +190,7 @@ def server_context(tls: TLS) -> ssl.SSLContext:
     return context
 
 
-@functools.lru_cache(maxsize=8)
-def client_context(tls: TLS) -> ssl.SSLContext:
-    """For a client; as `server_context`."""
+def _client_context(tls: TLS) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = tls.check_host
     _prepare(context, tls)

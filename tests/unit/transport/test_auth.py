@@ -20,7 +20,7 @@ SERVER, CLIENT = b"s" * 32, b"c" * 32
 def test_both_sides_with_the_token_accept_each_other() -> None:
     for tls in (False, True):
         assert auth.read_greeting(auth.greeting(tls=tls)) is tls
-    proof = auth.check_answer(TOKEN, SERVER, auth.answer(TOKEN, SERVER, CLIENT))
+    proof = auth.check_answer([TOKEN], SERVER, auth.answer(TOKEN, SERVER, CLIENT))
     auth.check_proof(TOKEN, SERVER, CLIENT, proof)
 
 
@@ -28,7 +28,7 @@ def test_proofs_are_hmac_sha256_of_side_and_nonces() -> None:
     expected = hmac.new(TOKEN, b"client" + SERVER + CLIENT, hashlib.sha256).digest()
     assert auth.answer(TOKEN, SERVER, CLIENT) == CLIENT + expected
     expected = hmac.new(TOKEN, b"server" + SERVER + CLIENT, hashlib.sha256).digest()
-    assert auth.check_answer(TOKEN, SERVER, auth.answer(TOKEN, SERVER, CLIENT)) == expected
+    assert auth.check_answer([TOKEN], SERVER, auth.answer(TOKEN, SERVER, CLIENT)) == expected
 
 
 def test_messages_have_the_sizes_that_are_read() -> None:
@@ -37,15 +37,21 @@ def test_messages_have_the_sizes_that_are_read() -> None:
     assert len(auth.REFUSAL) == auth.PROOF_BYTES
 
 
+def test_server_with_two_tokens_answers_with_the_one_that_the_client_has() -> None:
+    for token in (TOKEN, b"X" * 32):
+        proof = auth.check_answer([b"X" * 32, TOKEN], SERVER, auth.answer(token, SERVER, CLIENT))
+        auth.check_proof(token, SERVER, CLIENT, proof)
+
+
 def test_client_with_another_token_is_refused() -> None:
     with pytest.raises(NotAuthenticated) as caught:
-        auth.check_answer(TOKEN, SERVER, auth.answer(b"X" * 32, SERVER, CLIENT))
+        auth.check_answer([TOKEN], SERVER, auth.answer(b"X" * 32, SERVER, CLIENT))
     assert "T" * 32 not in str(caught.value)
 
 
 def test_answer_to_another_challenge_is_refused() -> None:
     with pytest.raises(NotAuthenticated):
-        auth.check_answer(TOKEN, b"n" * 32, auth.answer(TOKEN, SERVER, CLIENT))
+        auth.check_answer([TOKEN], b"n" * 32, auth.answer(TOKEN, SERVER, CLIENT))
 
 
 def test_clients_own_proof_sent_back_is_refused() -> None:
@@ -62,7 +68,7 @@ def test_refusal_is_told_apart_from_a_wrong_server() -> None:
 @given(data=st.binary(min_size=auth.ANSWER_BYTES, max_size=auth.ANSWER_BYTES))
 def test_random_answers_are_refused(data: bytes) -> None:
     with pytest.raises(NotAuthenticated):
-        auth.check_answer(TOKEN, SERVER, data)
+        auth.check_answer([TOKEN], SERVER, data)
 
 
 @pytest.mark.parametrize(
