@@ -102,6 +102,8 @@ class CoordinatorRole:
         """Called when a server that had registered is lost."""
         self.on_server_ends: Callable[[int], None] = lambda shard: None
         """Called when a server that had registered was told to end: its shard."""
+        self.on_timed_out: Callable[[], None] = lambda: None
+        """Called when the cluster's `timeout_s` is over before all workers have come and left."""
         self.on_members: Callable[[Members], None] = lambda members: None
         """Called with every change of the membership."""
         self._closed = False
@@ -204,6 +206,8 @@ class CoordinatorRole:
             self.log.on_servers(servers)
         if decided.server_lost:
             self.on_server_lost()
+        if decided.timed_out:
+            self.on_timed_out()
         for number, notice in decided.notices:
             self._connections[number].send(encode(notice))
         for report in decided.checkpoints:

@@ -544,7 +544,7 @@ def test_server_that_waits_for_the_first_one_says_so(
         )
     (told,) = caplog.messages
     assert told.startswith(f"no server answers at {empty} yet (")
-    assert "waits up to 0 s (change it with deadlines=ps.Deadlines(start_s=...))" in told
+    assert "waits up to 0 s (--start-s, or deadlines=ps.Deadlines(start_s=...))" in told
 
 
 @pytest.mark.parametrize(
@@ -554,6 +554,8 @@ def test_server_that_waits_for_the_first_one_says_so(
         ({"workers": -1}, "and workers 0, not 1 and -1"),
         ({"until_done": True}, "without any it would never end"),
         ({"restart_s": 0.0}, "restart_s must be above 0"),
+        ({"until_done": True, "workers": 1, "timeout_s": 0.0}, "timeout_s must be above 0"),
+        ({"workers": 1, "timeout_s": 5.0}, "timeout_s is for until_done"),
     ],
 )
 def test_serve_wrong_number_is_refused_at_once(
@@ -745,6 +747,30 @@ def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
     assert joined["message"] == "rank 0 has come"
     assert by_event["peer-refused"]["peer"] == "127.0.0.1"
     assert Path(token).read_text().strip() not in told
+
+
+def test_serve_until_done_ends_with_its_own_status_when_the_time_is_up(servers: Servers) -> None:
+    options = ("--bind", "127.0.0.1:0", "--token-file", servers.token, "--workers", "3")
+    ending = ("--until-done", "--timeout", "3", "--log", "json")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, *ending], stdout=-1, stderr=-1, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with ps.connect(address, rank=0, token_file=servers.token):
+                pass
+            with ps.connect(address, rank=1, token_file=servers.token) as worker:
+                worker.client.define("w", np.zeros(3), rule=ps.Add())
+                _, told = process.communicate(timeout=60)
+                with pytest.raises(ServerGone, match="the cluster ends: after 3 s"):
+                    worker.client.pull("w")
+        finally:
+            process.kill()
+    assert process.returncode == 124
+    last = json.loads(told.splitlines()[-1])
+    assert (last["event"], last["level"]) == ("timed-out", "error")
+    assert "still there: 1; never came: 2" in last["message"]
 
 
 def test_serve_log_json_tells_why_it_failed(servers: Servers) -> None:

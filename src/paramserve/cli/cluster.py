@@ -93,6 +93,13 @@ def tls_of(options: dict[str, Any]) -> TLS | None:
     "--restart after these seconds.",
 )
 @click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="With --until-done: how long that may take; then the first server ends with status 124.",
+)
+@click.option(
     "--checkpoint",
     type=Place(file_okay=False),
     metavar="DIR",

@@ -11,10 +11,12 @@ from types import TracebackType
 
 import click
 
-from paramserve.errors import ParamServeError
+from paramserve.errors import ParamServeError, RunTimeout
 from paramserve.logs import JSONFormatter, event
 
 PLAIN = "%(asctime)s %(name)s: %(message)s"
+TIMED_OUT = 124
+"""Exit status where --timeout is over, as that of timeout(1)."""
 logger = logging.getLogger("paramserve")
 
 
@@ -35,18 +37,26 @@ def told(form: str) -> Iterator[None]:
     """In the form "json", an error that ends the command is a line of the log, too.
 
     Raises:
-        click.exceptions.Exit: with status 1, in place of such an error.
+        click.exceptions.Exit: with status 1 in place of such an error, and in both forms with
+            `TIMED_OUT` in place of `RunTimeout`.
     """
-    if form != "json":
-        yield
-        return
     try:
         yield
+    except RunTimeout as error:
+        if form == "json":
+            logger.error("%s", error, extra=event("timed-out"))
+        else:
+            click.echo(f"paramserve: {type(error).__name__}: {error}", err=True)
+        raise click.exceptions.Exit(TIMED_OUT) from error
     except (ParamServeError, OSError, ValueError, TypeError) as error:
+        if form != "json":
+            raise
         extra = event("failed", error=type(error).__name__)
         logger.error("%s", error, extra=extra)
         raise click.exceptions.Exit(1) from error
     except Exception as error:
+        if form != "json":
+            raise
         extra = event("failed", error=type(error).__name__)
         logger.exception("%s", error, extra=extra)
         raise click.exceptions.Exit(1) from error

@@ -35,6 +35,7 @@ from paramserve.config import (
     Deadlines,
     Limits,
     ServerConfig,
+    check_number,
     check_restart,
     check_settings,
 )
@@ -48,6 +49,7 @@ from paramserve.errors import (
     CheckpointDamaged,
     ConnectTimeout,
     ParamServeError,
+    RunTimeout,
     ServerGone,
     WorkerFailed,
     shown,
@@ -102,6 +104,8 @@ class Settings:
     restarts: bool
     """Whether Sync waits for a worker that died."""
     until_done: bool
+    timeout_s: float
+    """For `until_done`; 0: without end."""
     recovery: Recovery | None
     """Of the first server: its checkpoints."""
     feed: Feed
@@ -150,6 +154,8 @@ class _Running:
         """Set when another server of the cluster, whose coordinator this is, is gone."""
         self.ending = asyncio.Event()
         """The same when another one was told to end, and waits for this one."""
+        self.timed_out = asyncio.Event()
+        """Set when `timeout_s` is over."""
         self._ends_first = -1
         """Its shard."""
         self._reason: ParamServeError | None = None
@@ -164,6 +170,7 @@ class _Running:
             self.coordinator = await self._coordinate()
             self.coordinator.on_server_lost = self.lost.set
             self.coordinator.on_server_ends = self._server_ends
+            self.coordinator.on_timed_out = self.timed_out.set
             both = _Both(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -293,7 +300,7 @@ class _Running:
                     told = True
                     logger.warning(
                         "no server answers at %s yet (%s): this one waits up to %.0f s "
-                        "(change it with deadlines=ps.Deadlines(start_s=...))",
+                        "(--start-s, or deadlines=ps.Deadlines(start_s=...))",
                         settings.join,
                         error.__cause__,
                         settings.deadlines.start_s,
@@ -396,6 +403,7 @@ class _Running:
 
         Raises:
             ServerGone: another server of the cluster is gone, and not because all is done.
+            RunTimeout: `timeout_s` is over before all is done.
             WorkerFailed: all is done as `until_done` asks, but no worker has left: all died.
             ParamServeError: the coordinator of the cluster is.
         """
@@ -404,6 +412,7 @@ class _Running:
             self.role.ended.wait(),
             self.lost.wait(),
             self.ending.wait(),
+            self.timed_out.wait(),
             self._all_left(),
         )
         tasks = [asyncio.create_task(each) for each in waiting]
@@ -416,6 +425,9 @@ class _Running:
         if self.ending.is_set():
             failed = await self.write_last_checkpoint()
             raise failed if failed is not None else self._ends_with(self._ends_first)
+        if coordinator is not None and self.timed_out.is_set() and not coordinator.all_left:
+            failed = await self.write_last_checkpoint()
+            raise failed if failed is not None else self._took_too_long(coordinator.log)
         if coordinator is not None and self.lost.is_set():
             done = self.settings.until_done and coordinator.all_left
             if not done:
@@ -436,6 +448,14 @@ class _Running:
                 applied="unknown",
                 fix="start the cluster again, its first server first",
             )
+
+    def _took_too_long(self, log: ClusterLog) -> RunTimeout:
+        return RunTimeout(
+            f"the cluster ends: after {self.settings.timeout_s:g} s (timeout_s) its workers have "
+            f"not all come and left. {log.missing()}",
+            applied="unknown",
+            fix=f"look at these workers, or give them longer{self._comes_back}",
+        )
 
     def _ends_with(self, shard: int) -> ServerGone:
         return ServerGone(
@@ -516,6 +536,7 @@ def _coordinator_config(settings: Settings) -> CoordinatorConfig:
         cluster=secrets.token_bytes(CLUSTER_BYTES),
         limits=settings.limits,
         deadlines=settings.deadlines,
+        timeout_s=settings.timeout_s,
     )
 
 
@@ -554,6 +575,7 @@ def serve(
     advertise: str = "",
     restart_s: float | None = None,
     until_done: bool = False,
+    timeout_s: float | None = None,
     checkpoint: Checkpoint | Path | None = None,
     report_to: Sequence[Any] = (),
     ready: Callable[[str], None] | None = None,
@@ -585,6 +607,9 @@ def serve(
         until_done: return when all workers have come and left. The others then end by themselves.
             A worker that died counts as having left, with `restart_s` once that is over; the log
             names it.
+        timeout_s: with `until_done`: how long all workers may take until they have come and left;
+            None: without end. Only the first server is told. A cluster with `checkpoint` writes a
+            last one then.
         checkpoint: a folder that all servers see under this path, or `ps.Checkpoint(...)`: the
             cluster begins with the newest checkpoint there, writes more, and a last one when its
             first server is told to end. Workers that are started again go on where they were. Only
@@ -600,6 +625,7 @@ def serve(
         UnknownRule: this server joins a cluster whose policy it does not know.
         ParamServeError: the port is taken, the cluster is complete already, or it is gone.
         ServerGone: another server has ended or is lost, and not because `until_done` is reached.
+        RunTimeout: `timeout_s` is over, and not all workers have come and left; those are named.
         WorkerFailed: `until_done` is reached, and no worker has left in order: all died.
         NotAuthenticated: the token or a certificate does not match.
         ConnectTimeout: no answer from `join`.
@@ -609,6 +635,7 @@ def serve(
     policy = consistency if consistency is not None else Async()
     described, registered = checked(policy, workers, rules, policies, codecs)
     _check_numbers(servers, workers, ends=until_done and join is None)
+    _check_timeout(timeout_s, ends=until_done and join is None)
     _check_advertise(advertise)
     split_place(bind)
     if checkpoint is not None and join is not None:
@@ -633,6 +660,7 @@ def serve(
         registered=registered,
         restarts=restart_s is not None,
         until_done=until_done,
+        timeout_s=timeout_s if timeout_s is not None else 0.0,
         recovery=recovery,
         feed=feed,
         limits=bounds,
@@ -654,6 +682,18 @@ def _check_numbers(servers: int, workers: int, ends: bool) -> None:
         raise ValueError(f"servers must be at least 1 and workers 0, not {servers} and {workers}")
     if ends and not workers:
         raise ValueError("until_done needs the number of workers: without any it would never end")
+
+
+def _check_timeout(timeout_s: float | None, ends: bool) -> None:
+    """`ends`: as of `_check_numbers`."""
+    if timeout_s is None:
+        return
+    check_number("timeout_s", timeout_s, above=0.0)
+    if not ends:
+        raise ValueError(
+            "timeout_s is for until_done, and told to the first server: leave it out without "
+            "until_done=True or where join= is given"
+        )
 
 
 def _check_advertise(host: str) -> None:
