@@ -29,12 +29,15 @@ from paramserve.core.coordination import (
     ProcessPaused,
     TimePassed,
 )
+from paramserve.debugging import report
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
-from paramserve.logs import event
+from paramserve.logs import event, hide
 from paramserve.messages import (
+    AskDebug,
     CoordinatorNotice,
     CoordinatorRequest,
+    DebugReport,
     Failed,
     Hello,
     Members,
@@ -43,6 +46,7 @@ from paramserve.messages import (
     decoder,
     encode,
 )
+from paramserve.recent import recorded
 from paramserve.transport.dial import may_listen
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
@@ -130,7 +134,9 @@ class CoordinatorRole:
                 f"a header was refused: {error}", fix="run the same version on both sides"
             ) from error
         number = self._numbers[conn]
-        if isinstance(message, ServerEnds):
+        if isinstance(message, AskDebug):
+            self._connections[number].send(encode(self._debug(message)))
+        elif isinstance(message, ServerEnds):
             if number in self._servers:
                 self.on_server_ends(message.shard)
         elif isinstance(message, CoordinatorNotice):
@@ -171,6 +177,11 @@ class CoordinatorRole:
         servers = self._coordination.membership.servers
         return {shard: each.addresses for shard, each in sorted(servers.items()) if each.lost}
 
+    def _debug(self, ask: AskDebug) -> DebugReport:
+        servers = self._coordination.membership.servers
+        addresses = tuple(each.addresses for _, each in sorted(servers.items()))
+        return report(ask, self._coordination.config, addresses)
+
     def _tick(self) -> None:
         self._step(TimePassed())
         if not self._closed:
@@ -210,8 +221,8 @@ class CoordinatorRole:
             self.on_timed_out()
         for number, notice in decided.notices:
             self._connections[number].send(encode(notice))
-        for report in decided.checkpoints:
-            self.log.on_checkpoint(report)
+        for each in decided.checkpoints:
+            self.log.on_checkpoint(each)
         for work in decided.work:
             self._to_do.append(work)
             if len(self._to_do) == 1:
@@ -296,4 +307,6 @@ async def _serve(boot: Bootstrap, config: CoordinatorConfig) -> None:
 
 def main(boot: Bootstrap) -> None:
     config = msgspec.msgpack.decode(boot.payload, type=CoordinatorConfig)
-    asyncio.run(_serve(boot, config))
+    hide(boot.credentials.token)
+    with recorded("coordinator"):
+        asyncio.run(_serve(boot, config))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INTERNAL = ("paramserve", "torch")
 """Packages whose lines no warning shows: torch's lie between a user's line and ours."""
 Applied = Literal["yes", "no", "unknown"]
-USERINFO = re.compile(r"(\w+)://([^/\s]*)@")
+USERINFO = re.compile(r"\b(\w+)://([^/\s]*)@")
 AZURE = re.compile(r"abfss?|az|adl|wasbs?")
 """Protocols whose URLs have the name of a container where others have a user's."""
 REFERENCE = "docs/reference.md"

@@ -65,6 +65,22 @@ _FIELDS: Final = "paramserve_event"
 """Attribute of a log record that holds its event."""
 
 
+_secrets: set[str] = set()
+
+
+def hide(secret: bytes) -> None:
+    """Let no line of JSON and no debug report of this process show this token."""
+    text = secret.decode("utf-8", "backslashreplace")
+    _secrets.update(each for each in (text, secret.hex(), repr(secret)[2:-1]) if each)
+
+
+def without_secrets(text: str) -> str:
+    """A text without the tokens of this process, and without users and passwords in URLs."""
+    for secret in _secrets:
+        text = text.replace(secret, "[secret]")
+    return shown(text)
+
+
 def event(name: str, **fields: Any) -> dict[str, dict[str, Any]]:
     """The `extra=` of a log call about an event.
 
@@ -118,13 +134,16 @@ class JSONFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             **self._always,
             **event_of(record),
-            "message": shown(record.getMessage()),
+            "message": record.getMessage(),
         }
         if record.name != "paramserve":
             told["logger"] = record.name
         if record.exc_info:
-            told["traceback"] = shown(self.formatException(record.exc_info))
-        return told
+            told["traceback"] = self.formatException(record.exc_info)
+        return {
+            name: without_secrets(value) if isinstance(value, str) else value
+            for name, value in told.items()
+        }
 
 
 def _utc(seconds: float) -> str:

@@ -184,8 +184,13 @@ def test_command_serves_metrics_of_the_cluster(tmp_path: Path, servers: Servers)
             url = process.stdout.readline().rpartition(" ")[2].strip()
             assert url.startswith("http://127.0.0.1:")
             found = list(of_cluster(address, str(servers.token), None))
-            assert [each.verdict for each in found] == ["ok", "ok"]
-            assert "1 of 1 servers, 0 of 1 workers" in found[1].found
+            assert [(each.what, each.verdict) for each in found] == [
+                ("reachable", "ok"),
+                ("version", "ok"),
+                ("clock there", "ok"),
+                ("cluster", "ok"),
+            ]
+            assert "1 of 1 servers, 0 of 1 workers" in found[3].found
             other = list(of_cluster(address, str(new_token(tmp_path / "other")), None))
             assert [each.verdict for each in other] == ["ok", "wrong"]
             with ps.connect(address, rank=0, token_file=servers.token) as worker:

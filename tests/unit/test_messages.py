@@ -18,6 +18,7 @@ from paramserve.messages import (
     blocks,
     checkpoints,
     coordinator,
+    debugging,
     decoder,
     encode,
     leases,
@@ -27,7 +28,18 @@ from paramserve.messages import (
     residuals,
 )
 
-PARTS = (answers, blocks, checkpoints, coordinator, leases, opening, peers, requests, residuals)
+PARTS = (
+    answers,
+    blocks,
+    checkpoints,
+    coordinator,
+    debugging,
+    leases,
+    opening,
+    peers,
+    requests,
+    residuals,
+)
 STRUCTS: list[Any] = [
     kind
     for part in PARTS

@@ -17,6 +17,7 @@ import cloudpickle
 from paramserve import __version__
 from paramserve.cli.checkpoints import Place, checkpoints
 from paramserve.cli.cluster import COMMANDS, check_out, load_object, save
+from paramserve.cli.debug import debug
 from paramserve.cli.doctor import doctor
 from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
@@ -192,7 +193,7 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
-for command in (*COMMANDS, doctor, plan, checkpoints, report):
+for command in (*COMMANDS, debug, doctor, plan, checkpoints, report):
     cli.add_command(command)
 
 

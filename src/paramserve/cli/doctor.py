@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,11 +19,12 @@ import click
 
 from paramserve import __version__
 from paramserve.cli.cluster import tls_of, with_tls
+from paramserve.cli.debug import asked
 from paramserve.errors import ParamServeError
 from paramserve.machine import cores, cpu_quota, memory_bytes
 from paramserve.observe.status import in_bytes
 
-Verdict = Literal["ok", "slower", "missing", "wrong"]
+Verdict = Literal["ok", "slower", "missing", "differs", "wrong"]
 FILES_MIN = 4096
 """Open files: a server has one for each connection, and some for each arena."""
 MEMORY_MIN = 2 << 30
@@ -35,6 +36,8 @@ FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_p
 """Clock sources that are read without a system call."""
 CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
 CONNECT_S = 5.0
+SKEW_S = 1.0
+"""Clocks that are further apart make logs and metrics of hosts hard to compare."""
 EXTRAS = {
     "torch": "worker.optimizer, and torch's optimizers as rules",
     "ray": "ps.OnRay()",
@@ -216,9 +219,19 @@ def of_cluster(address: str, token_file: str | None, tls: Any) -> Iterator[Findi
         return
     took_ms = (time.perf_counter() - began) * 1000
     yield Finding("reachable", "ok", f"{address} in {took_ms:.1f} ms")
+    credentials = credentials_of(token_file, tls)
+    try:
+        began = time.time()
+        about = asked([full_address(address)], credentials, coordinator=False, whole=False)
+        ended = time.time()
+    except ParamServeError as error:
+        yield Finding("server", "wrong", error.failed, error.fix)
+        return
+    yield version_finding(about.versions)
+    yield clock_finding(about.time_s, began, ended)
     overview = Overview(
         (full_address(address),),
-        credentials_of(token_file, tls),
+        credentials,
         Limits(),
         Deadlines(),
         records=False,
@@ -242,6 +255,35 @@ def of_cluster(address: str, token_file: str | None, tls: Any) -> Iterator[Findi
         yield Finding("cluster", "wrong", f"{found}; silent: shard {', '.join(silent)}", advice)
     else:
         yield Finding("cluster", "ok", found)
+
+
+def version_finding(told: Mapping[str, str]) -> Finding:
+    """Whether a server runs what runs here."""
+    there, python = told.get("paramserve", "unknown"), told.get("python", "unknown")
+    found = f"paramserve {there} on python {python} there"
+    if there != __version__:
+        advice = f"here it is {__version__}: run one version of paramserve on all sides"
+        return Finding("version", "differs", found, advice)
+    return Finding("version", "ok", found)
+
+
+def clock_finding(there_s: float, began_s: float, ended_s: float) -> Finding:
+    """How far a server's clock is from this machine's.
+
+    Args:
+        there_s: what it showed, at a moment between `began_s` and `ended_s` here.
+    """
+    skew_s = there_s - (began_s + ended_s) / 2
+    sure_s = (ended_s - began_s) / 2
+    ahead = "ahead of" if skew_s > 0 else "behind"
+    found = f"{abs(skew_s):.3f} s {ahead} this one, give or take {sure_s:.3f} s"
+    if abs(skew_s) - sure_s > SKEW_S:
+        advice = (
+            "times in logs, metrics and checkpoints differ as much, and a new certificate may not "
+            "be valid yet: run a time service, such as chrony, on all hosts"
+        )
+        return Finding("clock there", "differs", found, advice)
+    return Finding("clock there", "ok", found)
 
 
 @click.command()
@@ -268,7 +310,13 @@ def doctor(address: str | None, token_file: str | None, as_json: bool, **options
         sys.exit(1)
 
 
-COLOURS = {"ok": "green", "slower": "yellow", "missing": "cyan", "wrong": "bold red"}
+COLOURS = {
+    "ok": "green",
+    "slower": "yellow",
+    "missing": "cyan",
+    "differs": "yellow",
+    "wrong": "bold red",
+}
 
 
 def _show(findings: list[Finding]) -> None:

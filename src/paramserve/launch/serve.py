@@ -66,6 +66,7 @@ from paramserve.messages import (
     Enlisted,
     Hello,
 )
+from paramserve.recent import recorded
 from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.server import ServerRole, new_shard, process_role, register
 from paramserve.transport.auth import credentials_of
@@ -669,7 +670,8 @@ def serve(
     warn_if_open(bind, tls)
     seed = recovery.seed(None) if recovery is not None else None
     feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions()))
-    asyncio.run(_serve(settings, ready))
+    with recorded("server"):
+        asyncio.run(_serve(settings, ready))
 
 
 def _tell_reporter(words: str) -> None:

@@ -72,6 +72,7 @@ from paramserve.messages.coordinator import (
     WorkerBeat,
     WorkerUsage,
 )
+from paramserve.messages.debugging import AskDebug, DebugReport
 from paramserve.messages.leases import (
     DatasetSize,
     GiveBack,
@@ -268,6 +269,8 @@ __all__ = [
     "MarkDead",
     "Scale",
     "SentGradients",
+    "AskDebug",
+    "DebugReport",
     "AskStatus",
     "Status",
     "Ok",

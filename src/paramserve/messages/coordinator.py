@@ -17,6 +17,7 @@ from paramserve.messages.checkpoints import (
     CutWritten,
     WriteCut,
 )
+from paramserve.messages.debugging import AskDebug, DebugReport
 from paramserve.messages.leases import DatasetSize, GiveBack, Lease, Leased, LeaseReport, SameSize
 from paramserve.messages.residuals import ResidualsWanted
 
@@ -441,6 +442,7 @@ CoordinatorRequest = (
     | TellSpeed
     | AskStatus
     | AskCheckpoint
+    | AskDebug
 )
 CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten | ResidualsWanted
 CoordinatorReply = (
@@ -454,6 +456,7 @@ CoordinatorReply = (
     | Fastest
     | Status
     | Checkpointed
+    | DebugReport
     | Ok
     | Failed
 )

@@ -17,7 +17,9 @@ from paramserve.consistency.registry import Registered, registered
 from paramserve.consistency.registry import build as build_policy
 from paramserve.core.shard import Shard
 from paramserve.engine.child import Bootstrap, call_soon
+from paramserve.logs import hide
 from paramserve.messages import Hello, Ok, Reconnect, Register
+from paramserve.recent import recorded
 from paramserve.server.checkpoints import resume, saved_residuals
 from paramserve.server.cut_memory import PreparedMemory
 from paramserve.server.role import Control, ServerRole
@@ -154,4 +156,6 @@ def prepare_process() -> None:
 
 def main(boot: Bootstrap) -> None:
     config = msgspec.msgpack.decode(boot.payload, type=ServerConfig)
-    asyncio.run(_serve(boot, config))
+    hide(boot.credentials.token)
+    with recorded("server"):
+        asyncio.run(_serve(boot, config))

@@ -35,9 +35,11 @@ from paramserve.core.events import (
 from paramserve.core.polling import SHARED_S, AdaptivePolling
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
+from paramserve.debugging import report
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.logs import event
 from paramserve.messages import (
+    AskDebug,
     AskReport,
     Batch,
     BeginCheckpoint,
@@ -82,7 +84,7 @@ RESIDUALS = -2
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """As `compiling.needed`."""
 
-ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye
+ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye | AskDebug
 Frame = tuple[Connection, bytes, ByteArray | None]
 """From where, its header and its payload."""
 
@@ -298,6 +300,8 @@ class ServerRole:
             conn.send(encode(self._report(message)))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client))
+        elif isinstance(message, AskDebug):
+            conn.send(encode(report(message, self.config)))
         elif isinstance(message, Batch):
             if any(isinstance(each, Define) for each in message.requests):
                 raise ProtocolError(

@@ -29,6 +29,7 @@ from typing import Final
 
 from paramserve.config import NO_CREDENTIALS, TLS, Credentials, check_tls
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
+from paramserve.logs import hide
 from paramserve.messages import PROTOCOL_VERSION
 from paramserve.transport.renewing import Renewed
 
@@ -240,4 +241,5 @@ def _read(name: str, fix: str) -> bytes:
             f"the token in {path} has {len(token)} characters, it needs {TOKEN_BYTES_MIN}",
             fix=fix,
         )
+    hide(token)
     return token

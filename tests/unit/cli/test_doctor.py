@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from paramserve import __version__
 from paramserve.cli import cli
-from paramserve.cli.doctor import Finding
+from paramserve.cli.doctor import Finding, clock_finding, version_finding
 
 doctor: Any = importlib.import_module("paramserve.cli.doctor")
 """The module: the package's name `doctor` is the command."""
@@ -103,3 +104,26 @@ def test_cluster_that_is_not_there_is_wrong() -> None:
     assert done.exit_code == 1
     assert found["reachable"]["verdict"] == "wrong"
     assert "paramserve serve" in found["reachable"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("there_s", "verdict", "words"),
+    [
+        (100.1, "ok", "0.000 s behind this one, give or take 0.100 s"),
+        (101.1, "ok", "1.000 s ahead of this one"),
+        (101.3, "differs", "1.200 s ahead of this one"),
+        (40.1, "differs", "60.000 s behind this one"),
+    ],
+)
+def test_clock_that_is_surely_off_is_told(there_s: float, verdict: str, words: str) -> None:
+    found = clock_finding(there_s, 100.0, 100.2)
+    assert found.verdict == verdict
+    assert words in found.found
+    assert bool(found.advice) == (verdict == "differs")
+
+
+def test_another_version_is_told() -> None:
+    assert version_finding({"paramserve": __version__, "python": "3.12"}).verdict == "ok"
+    other = version_finding({"paramserve": "9.9", "python": "3.12"})
+    assert (other.verdict, "9.9" in other.found) == ("differs", True)
+    assert __version__ in other.advice
