@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,16 +50,17 @@ def checkpoints() -> None:
 @click.argument("folder", type=FOLDER)
 def list_all(folder: str) -> None:
     """List the checkpoints in FOLDER, the newest first."""
+    from paramserve.observe.parts import Part
+
     found, refused = _folder(folder).manifests()
-    lines = [("NAME", "WRITTEN", "SIZE", "SERVERS", "RUN")]
+    columns = ("NAME", "WRITTEN", "SIZE", "SERVERS", "RUN")
+    table = Part("", *columns, least=("SERVERS", "RUN", "SIZE", "WRITTEN"))
     for each in found:
-        row = (each.name, _when(each), in_bytes(each.nbytes), str(each.cut.shards), each.run)
-        lines.append(row)
+        written, size = _when(each), in_bytes(each.nbytes)
+        table.add_row(each.name, written, size, str(each.cut.shards), each.run)
     if found:
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        for line in lines:
-            padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
-            click.echo("  ".join(padded).rstrip())
+        for line in table.as_lines(_terminal_width()):
+            click.echo(line)
     else:
         click.echo(f"paramserve: {shown(folder)} has no checkpoints")
     for error in refused.values():
@@ -177,6 +179,11 @@ def prune(folder: str, keep: int) -> None:
         gone = owned.prune(keep)
     names = ", ".join(gone.checkpoints) or "no checkpoint"
     click.echo(f"paramserve: removed {names}, {in_bytes(gone.nbytes)}")
+
+
+def _terminal_width() -> int | None:
+    """None: the output goes to a file or another program, which gets all."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _folder(root: str) -> Folder:

@@ -241,7 +241,7 @@ def status(
                 saved = checkpoint_status(report) if report is not None else None
                 print(encode(of_cluster(told, {}, saved)).decode(), flush=True)
             elif terminal is not None:
-                terminal.print(as_table(address, told))
+                terminal.print(as_table(address, told, terminal.width))
             else:
                 print(as_text(address, told), flush=True)
             if every_s is None:

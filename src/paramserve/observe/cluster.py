@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.text import Text
 
 from paramserve.config import is_trained
 from paramserve.messages import Status
 from paramserve.observe.checkpoints import checkpoint_status
+from paramserve.observe.parts import Part
 from paramserve.observe.status import by_group, by_rank, drops_by_rank, in_bytes
 
 
-class Part:
-    """Rows about one kind of thing."""
-
-    def __init__(self, title: str, *columns: str) -> None:
-        self.title = title
-        self.columns = columns
-        self.rows: list[tuple[str, ...]] = []
-
-    def add_row(self, *cells: str) -> None:
-        self.rows.append(cells)
-
-
-def as_table(address: str, status: Status) -> RenderableType:
-    """Servers, workers, groups and keyed tables of a cluster at one moment, for a terminal."""
-    tables = []
-    for part in _parts(status):
-        tables.append(Table(*part.columns, title=part.title, title_justify="left"))
-        for row in part.rows:
-            tables[-1].add_row(*row)
-    return Group("\n".join(_head(address, status)), *tables)
+def as_table(address: str, status: Status, width: int) -> RenderableType:
+    """Servers, workers, groups and keyed tables of a cluster at one moment, for a terminal of this
+    many columns. What they have no room for is named."""
+    tables = [part.as_table(width) for part in _parts(status)]
+    return Group(Text("\n".join(_head(address, status))), *tables)
 
 
 def as_text(address: str, status: Status) -> str:
     """The same for a file or another program: plain columns, as wide as what they hold."""
     lines = _head(address, status)
     for part in _parts(status):
-        rows = [part.columns, *part.rows]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        lines += ["", part.title]
-        for row in rows:
-            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
+        lines += ["", part.title, *part.as_lines()]
     return "\n".join(lines)
 
 
@@ -87,7 +68,15 @@ def _servers(status: Status) -> Part:
 
 def _workers(status: Status) -> Part:
     table = Part(
-        "workers", "rank", "state", "incarnation", "clocks", "pushes", "staleness", "dropped"
+        "workers",
+        "rank",
+        "state",
+        "incarnation",
+        "clocks",
+        "pushes",
+        "staleness",
+        "dropped",
+        least=("dropped", "incarnation", "pushes", "staleness"),
     )
     clocks: dict[int, dict[str, int]] = {}
     for beat in status.servers:
@@ -123,6 +112,7 @@ def _groups(status: Status) -> Part:
         "dropped",
         "buffered",
         "copies",
+        least=("copies", "buffered", "dropped", "skipped", "staleness", "slowest clock"),
     )
     for name, group in sorted(by_group(status.servers).items()):
         if not is_trained(name):
@@ -143,7 +133,8 @@ def _groups(status: Status) -> Part:
 
 
 def _tables(status: Status) -> Part:
-    table = Part("tables", "table", "rows", "memory", "created", "evicted", "unadmitted")
+    counted = ("created", "evicted", "unadmitted")
+    table = Part("tables", "table", "rows", "memory", *counted, least=counted[::-1])
     for name, group in sorted(by_group(status.servers).items()):
         if group.table is not None:
             of = group.table
@@ -154,7 +145,8 @@ def _tables(status: Status) -> Part:
 
 
 def _sent(status: Status) -> Part:
-    table = Part("encoded gradients", "group", "rank", "as they were", "as sent", "norm left out")
+    columns = ("group", "rank", "as they were", "as sent", "norm left out")
+    table = Part("encoded gradients", *columns, least=("norm left out", "as they were"))
     for name, group in sorted(by_group(status.servers, status.sent).items()):
         for rank, each in group.sent_by_rank.items():
             sizes = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)

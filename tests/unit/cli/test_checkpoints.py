@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_ls_has_a_line_for_each(folder: Path) -> None:
     assert done.exit_code == 1
     assert "manifest-2.json" in done.output
     assert "step-1" in done.output
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_ls_fits_the_terminal_and_names_what_it_leaves_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    module = importlib.import_module("paramserve.cli.checkpoints")
+    monkeypatch.setattr(module, "_terminal_width", lambda: width)
+    lines = call("ls", str(folder)).output.splitlines()
+    table = [line for line in lines if not line.startswith("left out at")]
+    assert max(map(len, table)) <= width
+    out = [line.partition(": ")[2] for line in lines if line not in table]
+    assert out == (["SERVERS, RUN"] if width == 40 else [])
 
 
 def test_show_tells_of_the_newest_or_the_named_one(folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     sent = ((0, SentGradients("model", 254_000, 1_000_000, 0.123456)),)
     status = Status(1, members, beats, (1,), (), 0, leases=shared, expected_servers=2, sent=sent)
     out = io.StringIO()
-    Console(file=out, width=120).print(as_table("host:1", status))
+    Console(file=out, width=120).print(as_table("host:1", status, 120))
     lines = out.getvalue().splitlines()
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert "2 servers, 2 workers" in lines[0]
@@ -169,7 +169,7 @@ def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
     for groups in ((plain, keyed), (plain,)):
         status = Status(1, (), tuple(ServerBeat(n, groups) for n in range(2)), (), (), 0)
         out = io.StringIO()
-        Console(file=out, width=120).print(as_table("host:1", status))
+        Console(file=out, width=120).print(as_table("host:1", status, 120))
         shown.append(out.getvalue())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown[0].splitlines()]
     assert ["users", "3,000", "4.0 MB", "3,200", "200", "14"] in rows
