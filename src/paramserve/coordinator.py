@@ -205,16 +205,16 @@ class CoordinatorRole:
                 connection.send(encode(reply))
                 if isinstance(reply, Failed):
                     self.log.on_refused(reply)
+        servers = self._coordination.membership.servers
+        if decided.server_lost or len(servers) != self._registered:
+            self._registered = len(servers)
+            self.log.on_servers(servers)
         if decided.members is not None:
             self.log.on_members(decided.members)
             self.on_members(decided.members)
             header = encode(decided.members)
             for number in sorted(self._servers):
                 self._connections[number].send(header)
-        servers = self._coordination.membership.servers
-        if decided.server_lost or len(servers) != self._registered:
-            self._registered = len(servers)
-            self.log.on_servers(servers)
         if decided.server_lost:
             self.on_server_lost()
         if decided.timed_out:

@@ -6,6 +6,7 @@ Also the memory that payloads are received in, which a handler may keep.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 import time
@@ -23,9 +24,10 @@ from tests.contract.echo_host import (
     receive,
 )
 from tests.contract.role_cluster import wait_until
+from tests.needs import needs_ipv6
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
-from paramserve.errors import ConnectTimeout, ParamServeError
+from paramserve.errors import ConnectTimeout, NotAuthenticated, ParamServeError
 from paramserve.messages import Hello
 from paramserve.transport import dial, tcp
 from paramserve.transport.buffers import Buffers
@@ -152,6 +154,9 @@ def test_listen_without_directory_or_bind_has_one_abstract_socket() -> None:
 def test_listen_tells_an_address_that_leads_to_it(
     tmp_path: Path, bind: str, advertise: str, told: str
 ) -> None:
+    if "[" in bind:
+        needs_ipv6()
+
     async def run() -> None:
         folder = str(tmp_path)
         listeners = await listen(folder, "c", bind, KNOWN, Echo(), Limits(), advertise=advertise)
@@ -159,6 +164,27 @@ def test_listen_tells_an_address_that_leads_to_it(
         await served(listeners, ["unix", told])
 
     asyncio.run(run())
+
+
+def test_listen_at_the_wildcard_of_ipv6_takes_both_kinds_of_peers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    needs_ipv6()
+
+    async def run() -> None:
+        listener, place = await listen_tcp("::", 0, KNOWN, Echo(), Limits(), advertise="::1")
+        _, port = tcp.split_place(place)
+        for host in ("127.0.0.1", "::1"):
+            address = f"tcp:{tcp.join_place(host, port)}"
+            connect = functools.partial(Link.connect, [address], Hello("client"), timeout_s=WAIT_S)
+            (await asyncio.to_thread(connect, credentials=KNOWN)).close()
+            with pytest.raises(NotAuthenticated):
+                await asyncio.to_thread(connect, credentials=Credentials(bytes(32)))
+        listener.close()
+
+    asyncio.run(run())
+    found = [message.split()[4] for message in caplog.messages if "refused a peer" in message]
+    assert found == ["127.0.0.1", "::1"]
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1:0", "127.0.0.1:http", "127.0.0.1:70000"])

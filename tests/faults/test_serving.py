@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from tests.faults.servers import SOON_S, Servers, new_token
+from tests.needs import needs_ipv6
 from tests.network.roles import Doubled
 
 import paramserve as ps
@@ -654,6 +655,40 @@ def test_renewed_certificates_and_token_are_read_without_a_restart(
             join(new_token(tmp_path / "wrong"), new)
         stays.client.push("w", np.ones(3)).result()
         np.testing.assert_array_equal(stays.client.pull("w"), np.ones(3))
+
+
+def test_cluster_on_ipv6_is_served_shown_and_asked(servers: Servers, tmp_path: Path) -> None:
+    needs_ipv6()
+    options = ("--bind", "[::1]:0", "--token-file", servers.token, "--servers", "2")
+    metrics = ("--metrics-port", "0", "--metrics-host", "[::1]")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, "--workers", "1", *metrics], stdout=-1, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            url = process.stdout.readline().rpartition(" ")[2].strip()
+            assert address.startswith("[::1]:")
+            assert url.startswith("http://[::1]:")
+            _, second = servers.serve(bind="[::1]:0", join=address)
+            assert second.startswith("[::1]:")
+            with ps.connect(address, rank=0, token_file=servers.token) as worker:
+                worker.client.define("w", np.zeros(3), rule=ps.Add())
+                worker.client.push("w", np.ones(3)).result()
+                told = ["--token-file", servers.token]
+                shown = CliRunner().invoke(cli, ["status", address, *told])
+                assert f"cluster at {address}: 2 servers, 1 worker" in shown.output
+                assert CliRunner().invoke(cli, ["status", second, "--probe", *told]).exit_code == 0
+                found = {each.what: each for each in of_cluster(address, servers.token, None)}
+                assert {each.verdict for each in found.values()} == {"ok"}, found
+                out = ["--out", str(tmp_path / "debug")]
+                done = CliRunner().invoke(cli, ["debug", address, *told, *out])
+                assert done.exit_code == 0, done.output
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert answer.status == 200
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 # --- what the command logs ------------------------------------------------------------------------

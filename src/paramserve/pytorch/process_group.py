@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 
 from paramserve.config import BUFFERS
 from paramserve.errors import DefineTimeout, ParamServeError, Timeout
-from paramserve.transport.tcp import reached_at, split_place, way_to
+from paramserve.transport.tcp import family_of, reached_at, split_place, way_to
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -174,9 +175,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface with this IPv4 address; None: not found, or not on this system."""
+    """The network interface with this address; None: not found, or not on this system."""
     if not sys.platform.startswith("linux"):
         return None
+    if ":" in host:
+        return _interface_of_ipv6(host)
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
@@ -187,6 +190,16 @@ def _interface_of(host: str) -> str | None:
                 request = name.encode()[:15].ljust(256, b"\0")
                 if fcntl.ioctl(asking, get_address, request)[20:24] == wanted:
                     return name
+    return None
+
+
+def _interface_of_ipv6(host: str) -> str | None:
+    with contextlib.suppress(OSError):
+        wanted = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, *_, name = line.split()
+            if address == wanted:
+                return name
     return None
 
 
@@ -272,9 +285,8 @@ def _store_of(client: Client, host: str, limit: timedelta) -> TCPStore:
 
 def _open_store(host: str, workers: int, limit: timedelta) -> TCPStore:
     """Torch's store of the group, which listens on this address only."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Left to itself it listens on every address of the host.
-    with socket.create_server((host, 0), family=family) as listening:
+    with socket.create_server((host, 0), family=family_of(host)) as listening:
         port = listening.getsockname()[1]
         descriptor = os.dup(listening.fileno())
         return TCPStore(

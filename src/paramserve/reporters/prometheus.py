@@ -13,6 +13,7 @@ from paramserve.errors import ParamServeError
 from paramserve.observe.metrics import Family, Sample
 from paramserve.reporters.base import Report, Reporter, RunInfo
 from paramserve.reporters.feeding import missing
+from paramserve.transport.tcp import join_place
 
 PORT = 9464
 """The first that is tried: the one of OpenTelemetry's exporter for Prometheus."""
@@ -33,7 +34,7 @@ class Prometheus(Reporter):
         port: None: the first free one from 9464 on, which a line on standard error tells. 0: any.
         host: what to listen on; "0.0.0.0" lets other hosts in.
     Attributes:
-        address: "<host>:<port>" that it listens on; empty before the run.
+        address: "<host>:<port>" that it listens on, IPv6 in brackets; empty before the run.
     Raises:
         ParamServeError: of `ps.run`, before anything is started: the port is in use, or
             prometheus_client is missing.
@@ -43,7 +44,7 @@ class Prometheus(Reporter):
         if port is not None and not 0 <= port <= 65535:
             raise ValueError(f"port must be from 0 to 65535, not {port}")
         self.port = port
-        self.host = host
+        self.host = host.strip("[]")
         self.address = ""
         self._samples: Sequence[Sample] = ()
         self._server: Any = None
@@ -68,7 +69,7 @@ class Prometheus(Reporter):
                 continue
             self._server, self._thread = found
             host, bound = self._server.server_address[:2]
-            self.address = f"{host}:{bound}"
+            self.address = join_place(host, bound)
             return
         tried = str(self.port) if self.port is not None else f"{ports[0]} to {ports[-1]}"
         raise _cannot_listen(self.host, tried, f"in use{_owner(self.port)}")

@@ -173,13 +173,13 @@ class TokenFile:
         """The token, and behind it those that it has replaced in the last `grace_s`."""
         token, now = self._file.get(), self._now()
         if token != self._current:
-            self._before.pop(token, None)
-            self._before[self._current] = now
+            # Made anew, not changed: another thread may be reading it.
+            before = {each: until for each, until in self._before.items() if each != token}
+            before[self._current] = now
+            self._before = dict([*before.items()][-TOKENS_BEFORE_MAX:])
             self._current = token
-            while len(self._before) > TOKENS_BEFORE_MAX:
-                del self._before[next(iter(self._before))]
-        before = [each for each, until in self._before.items() if now - until < grace_s]
-        return (token, *reversed(before))
+        held = [each for each, until in self._before.items() if now - until < grace_s]
+        return (token, *reversed(held))
 
 
 _files: dict[bytes, TokenFile] = {}

@@ -150,7 +150,7 @@ def _dial_tcp(
     try:
         sock = socket.create_connection((host, port), remaining(deadline))
     except TimeoutError as error:
-        raise NoConnection(f"no connection to {host}:{port} in time") from error
+        raise NoConnection(f"no connection to {tcp.join_place(host, port)} in time") from error
     try:
         if sock.getsockname() == sock.getpeername():
             # A port without a listener can be given to this very socket, which then meets itself.

@@ -144,7 +144,7 @@ class Listener:
                 continue
             task = self._loop.create_task(self._admit(sock))
             self._handshakes[task] = sock
-            self._unproven[task] = str(peer[0]) if self._kind == "tcp" else ""
+            self._unproven[task] = tcp.plain(str(peer[0])) if self._kind == "tcp" else ""
             task.add_done_callback(self._handshake_ended)
 
     def _make_room(self) -> bool:
@@ -263,7 +263,8 @@ class Listener:
     def _tell_refused(self, sock: socket.socket, why: str) -> None:
         """Log a peer that is not authenticated, once a minute for each address."""
         try:
-            peer = str(sock.getpeername()[0]) if self._kind == "tcp" else "this machine"
+            tcp_peer = self._kind == "tcp"
+            peer = tcp.plain(str(sock.getpeername()[0])) if tcp_peer else "this machine"
         except OSError:  # it has gone already
             peer = "an address that is gone"
         now, kept = self._loop.time(), self._refused_from
@@ -398,7 +399,8 @@ async def listen_tcp(
     Whether `host` may be other than loopback is the caller's to decide.
 
     Args:
-        host: a name or address of this machine, IPv6 without brackets; 0.0.0.0 or ::, all of them.
+        host: a name or address of this machine, IPv6 without brackets; 0.0.0.0, all of its IPv4
+            addresses; ::, all of both kinds.
         credentials: with `tls`, peers must show a certificate as well.
         advertise: host that others dial, if it is another one. Without it a wildcard stands for
             the address of this machine's way out.
@@ -413,9 +415,12 @@ async def listen_tcp(
     auth.check_token(credentials.token)
     if credentials.tls is not None:
         tls.server_context(credentials.tls)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        family = tcp.family_of(host)
+        sock = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         fix = "choose another host or port (0: any free port)"
         raise _cannot_listen(f"tcp:{tcp.join_place(host, port)}", error, fix) from error

@@ -61,16 +61,35 @@ def join_place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """The kind of address to listen at for a host: of a name that has both, IPv4's.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    if ":" in host:
+        return socket.AF_INET6
+    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+def plain(host: str) -> str:
+    """A peer's address; one of IPv4 that came to a listener of both kinds is shown as such."""
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
 def reached_at(host: str) -> str:
     """The host to tell others, for one that was bound: a wildcard stands for this machine.
 
     It is the address of the way out of this machine, because a host's name is often one of
-    loopback at home, and unknown elsewhere. Without a way out it is loopback.
+    loopback at home, and unknown elsewhere. The wildcard of IPv6 stands for IPv4 as well, where
+    there is no other way out. Without a way out it is loopback.
     """
     if host not in ("0.0.0.0", "::"):
         return host
-    with contextlib.suppress(OSError):
-        return way_to(UNSENT6 if ":" in host else UNSENT4)
+    for unsent in (UNSENT6, UNSENT4) if host == "::" else (UNSENT4,):
+        with contextlib.suppress(OSError):
+            return way_to(unsent)
     return "::1" if ":" in host else "127.0.0.1"
 
 
@@ -132,7 +151,7 @@ def _peer(sock: socket.socket) -> dict[str, str]:
         host, port = sock.getpeername()[:2]
     except OSError:
         return {}
-    return {"peer": join_place(host, port)}
+    return {"peer": join_place(plain(host), port)}
 
 
 class LostHosts:

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 
+from paramserve.transport import tcp
 from paramserve.transport.tcp import LostHosts, is_lost, join_place, reached_at, split_place
 
 
@@ -110,3 +111,33 @@ def test_look_forgets_closed_sockets() -> None:
     sock.close()
     assert hosts.look() is None
     assert hosts.look() is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([socket.AF_INET6], socket.AF_INET6),
+        ([socket.AF_INET6, socket.AF_INET], socket.AF_INET),
+        ([socket.AF_INET], socket.AF_INET),
+    ],
+)
+def test_name_is_listened_to_by_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[int], expected: int
+) -> None:
+    found = [(kind, 1, 6, "", ("x", 0)) for kind in kinds]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert tcp.family_of("name") == expected
+    assert tcp.family_of("fe80::1%eth0") == socket.AF_INET6
+
+
+def test_wildcard_of_ipv6_without_a_way_out_tells_that_of_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def way_to(host: str) -> str:
+        if ":" in host:
+            raise OSError
+        return "10.1.2.3"
+
+    monkeypatch.setattr(tcp, "way_to", way_to)
+    assert reached_at("::") == "10.1.2.3"
+    assert reached_at("0.0.0.0") == "10.1.2.3"

@@ -114,9 +114,10 @@ def _check_same(ray: ModuleType, address: str | None) -> None:
 
 def _resolved(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
+    bare = host.strip("[]")
     with contextlib.suppress(OSError):
-        return socket.gethostbyname(host), port
-    return host, port
+        return str(socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)[0][4][0]), port
+    return bare, port
 
 
 def check_address(address: str) -> None:
@@ -139,7 +140,7 @@ def _dial(address: str) -> None:
     process."""
     host, _, port = address.rpartition(":")
     if host:
-        socket.create_connection((host, int(port)), timeout=DIAL_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=DIAL_S).close()
 
 
 RAY_OLDEST = (2, 49)
