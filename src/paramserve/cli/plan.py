@@ -29,7 +29,7 @@ CALIBRATION_MB = 8.0
 CALIBRATION_STEP_MS = 20.0
 
 
-class Factor(click.ParamType[tuple[float, float]]):
+class Factor(click.ParamType):  # type: ignore[type-arg]  # click 8.1's has none
     """Two numbers with a colon between, as in 0.1:5."""
 
     def __init__(self, first: str) -> None:
