@@ -145,12 +145,14 @@ def _tables(status: Status) -> Part:
 
 
 def _sent(status: Status) -> Part:
-    columns = ("group", "rank", "as they were", "as sent", "norm left out")
-    table = Part("encoded gradients", *columns, least=("norm left out", "as they were"))
+    columns = ("group", "rank", "gradients", "as sent", "norm left out", "values", "as read")
+    least = ("norm left out", "values", "gradients")
+    table = Part("encoded", *columns, least=least)
     for name, group in sorted(by_group(status.servers, status.sent).items()):
         for rank, each in group.sent_by_rank.items():
-            sizes = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
-            table.add_row(name, str(rank), *sizes, f"{each.residual_norm:.3g}")
+            sent = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
+            read = in_bytes(each.read_plain_bytes), in_bytes(each.read_bytes)
+            table.add_row(name, str(rank), *sent, f"{each.residual_norm:.3g}", *read)
     return table
 
 

@@ -108,7 +108,7 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     first = ServerBeat(0, (report, kept), 3, 1_500_000, refused=7)
     beats = (first, ServerBeat(1, (behind,), 3, 500, refused=2))
     shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), 3),)
-    sent = ((0, SentGradients("model", 254_000, 1_000_000, 0.123456)),)
+    sent = ((0, SentGradients("model", 254_000, 1_000_000, 0.123456, 5_000, 20_000)),)
     status = Status(1, members, beats, (1,), (), 0, leases=shared, expected_servers=2, sent=sent)
     out = io.StringIO()
     Console(file=out, width=120).print(as_table("host:1", status, 120))
@@ -123,7 +123,7 @@ def test_status_table_shows_servers_workers_and_groups() -> None:
     stale_all, counts = "0.27 (largest 2)", ["1", "4", "2", "2.0 KB"]
     assert ["model", "Async", "11", "5", stale_all, *counts] in rows
     assert "buffers" not in out.getvalue(), "no step trains them"
-    assert ["model", "0", "1.0 MB", "254.0 KB", "0.123"] in rows
+    assert ["model", "0", "1.0 MB", "254.0 KB", "0.123", "20.0 KB", "5.0 KB"] in rows
     assert ["train", "0", "600", "512", "3"] in rows
     assert ["", "1", "100", "96", ""] in rows
     text = as_text("host:1", status)
