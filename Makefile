@@ -1,4 +1,4 @@
-# make demo | test | test-all | soak | bench | release-check | venv | clean
+# make demo | test | test-all | soak | bench | docs | release-check | venv | clean
 #
 # Needs Python 3.11 or newer, make and pip; everything else goes into .venv.
 # Another torch wheel, for example without CUDA:
@@ -20,6 +20,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 FOR_DEMO := $(VENV)/.for-demo
 FOR_TEST := $(VENV)/.for-test
+FOR_DOCS := $(VENV)/.for-docs
+DOCS := $(VENV)/docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 
 # `make test` runs what is not marked slow. Two processes share the files, the longest first, so that
@@ -31,11 +33,11 @@ EXAMPLES := $(filter-out $(ALONE) $(ON_RAY),$(wildcard tests/examples/test_*.py)
 BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
 	tests/unit
 QUICK := -m "not slow" $(patsubst %,tests/%,ray learning examples faults contract sim benchmarks api deploy \
-	network unit)
+	site network unit)
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo lint test test-all soak bench release-check clean
+.PHONY: help venv demo lint test test-all soak bench docs release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +47,7 @@ help:
 	@echo "make soak    simulated clusters, SEEDS=10000 seeds, and RESUMES=1000 of clusters that are lost;"
 	@echo "             SOAK='--first 5000 --policy async'"
 	@echo "make bench   measure against the rivals; the tables of docs/benchmarks.md"
+	@echo "make docs    the documentation as a site, build/site/index.html, which is read without a network"
 	@echo "make release-check  build what is committed, and install and run it elsewhere; leaves it in dist/;"
 	@echo "             RELEASE='--core python3.12 --core python3.13 --final'"
 	@echo "make venv    only make .venv"
@@ -61,6 +64,14 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 $(FOR_TEST): $(FOR_DEMO)
 	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
 	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,tls]" $(TORCH)
+	@touch $@
+
+# mkdocs has an environment of its own, so that what the tests run with does not depend on it.
+$(FOR_DOCS): pyproject.toml constraints.txt
+	@echo "Installing mkdocs into $(DOCS) (once) ..."
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) \
+		-c constraints.txt -e ".[docs]"
 	@touch $@
 
 demo: $(FOR_DEMO)
@@ -85,6 +96,11 @@ soak: $(FOR_TEST)
 
 bench: $(FOR_TEST)
 	@$(BIN)/python -m benchmarks $(BENCH)
+
+docs: $(FOR_TEST) $(FOR_DOCS)
+	$(BIN)/python docs/write_api.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs --quiet build
+	$(PYTEST) tests/site
 
 release-check: $(FOR_TEST)
 	@$(BIN)/python -m tests.deploy.release --python "$(PYTHON)" --torch "$(TORCH)" \

@@ -9,8 +9,10 @@ a docstring, and an error that docs/troubleshooting.md does not explain, are ref
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -411,6 +413,19 @@ def _summary(thing: object) -> str:
 
 PAGES: dict[Path, Callable[[], str]] = {PAGE: page, REFERENCE: reference}
 
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the pages, or look whether they are as they would be written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they differ")
+    check = parser.parse_args(argv).check
+    texts = {path: text() for path, text in PAGES.items()}
+    old = [path.name for path, text in texts.items() if path.read_text() != text]
+    if check and old:
+        sys.exit(f"{' and '.join(old)} differ from the docstrings. Run: python docs/write_api.py")
+    for path, text in () if check else texts.items():
+        path.write_text(text)
+
+
 if __name__ == "__main__":
-    for path, text in PAGES.items():
-        path.write_text(text())
+    main()

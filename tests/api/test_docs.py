@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 import subprocess
 import sys
@@ -289,6 +290,21 @@ def test_page_links_lead_somewhere(page: Path) -> None:
     wrong = [each for each in targets if not each.startswith("http")]
     wrong = [each for each in wrong if not (page.parent / each).exists()]
     assert not wrong, f"{page.name} links to what does not exist: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]*)#([^)]+)\)", prose(page))
+    targets = [((page.parent / name) if name else page, anchor) for name, anchor in links]
+    wrong = [f"{to.name}#{anchor}" for to, anchor in targets if anchor not in headings(to)]
+    assert not wrong, f"{page.name} links to headings that do not exist: {wrong}"
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and the site name them."""
+    found = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {write_api.anchor(each.replace(" ", "-")) for each in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
