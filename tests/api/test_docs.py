@@ -33,7 +33,7 @@ METRICS = ROOT / "docs" / "metrics.md"
 CONVERT = ROOT / "docs" / "convert.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS_TIMEOUT_S = 110.0
 
 OBJECTS = {
@@ -64,6 +64,7 @@ FOREIGN = {
     "ray",
     "pyarrow",
     "model",
+    "tf",
     "wandb",
 }
 
