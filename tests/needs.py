@@ -10,6 +10,7 @@ import pytest
 EXTRAS = {
     "expecttest": "dev",
     "hatchling": "dev",
+    "nbmake": "dev",
     "pandas": "train",
     "pyarrow": "arrow",
     "pyarrow.parquet": "arrow",

@@ -78,7 +78,7 @@ BROKEN = {
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
-    for name in ("docs", "deploy"):
+    for name in ("docs", "deploy", "notebooks"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in (p for p in ROOT.iterdir() if p.is_file()):
         shutil.copy(path, tmp_path)
