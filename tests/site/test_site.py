@@ -9,7 +9,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from tests.site import browser
@@ -114,9 +118,27 @@ def test_pages_fit_two_widths_and_load_nothing_from_elsewhere(site: Path, shown:
     assert not shown.problems
 
 
-def test_search_finds_a_page_without_a_server(site: Path, shown: Browser) -> None:
+@pytest.mark.parametrize("way", ["files", "served"])
+def test_search_finds_a_page(way: str, site: Path, shown: Browser) -> None:
+    """Opened as files, the pages search in a frame; from a server, in a worker of the browser."""
     shown.resize(WIDTHS["desktop"], 900)
-    shown.go((site / "index.html").as_uri())
-    found = shown.evaluate(SEARCHED.replace("WORDS", '"BoundedStaleness"'))
+    with served(site) if way == "served" else nullcontext(site.as_uri()) as root:
+        shown.go(f"{root}/index.html")
+        found = shown.evaluate(SEARCHED.replace("WORDS", '"BoundedStaleness"'))
     assert any("consistency.html" in each for each in found), found
     assert not shown.problems
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of files."""
+    handler = partial(QuietHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
