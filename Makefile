@@ -33,7 +33,7 @@ EXAMPLES := $(filter-out $(ALONE) $(ON_RAY),$(wildcard tests/examples/test_*.py)
 BESIDE := tests/learning $(EXAMPLES) tests/faults tests/contract tests/sim tests/api tests/deploy \
 	tests/unit
 QUICK := -m "not slow" $(patsubst %,tests/%,ray learning examples faults contract sim benchmarks api deploy \
-	site network unit)
+	network unit)
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
