@@ -178,6 +178,22 @@ def test_ranks_that_have_ended_have_left_their_residuals(
         assert left(again, define(again, Int4())).tobytes() == expected[rank].tobytes()
 
 
+def test_rank_that_came_and_ended_twice_has_left_its_last_residual(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    cluster = begins(make_cluster, tmp_path, 1)
+    for step in range(2):
+        client = cluster.client(rank=0)
+        block = define(client, Int4())
+        client.push("w", gradient(0, step)).result()
+        expected = left(client, block)
+        client.close()
+    cluster.checkpoint()
+    assert newest(tmp_path).cut.lost_residuals == ()
+    again = goes_on(make_cluster, tmp_path, 1).client(rank=0)
+    assert left(again, define(again, Int4())).tobytes() == expected.tobytes()
+
+
 def test_residual_that_a_later_decision_has_overtaken_is_not_kept(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:

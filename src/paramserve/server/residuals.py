@@ -328,7 +328,10 @@ class Residuals:
             CheckpointError: the storage failed.
         """
         left = self._left_at(part)
-        ranks = part.residuals | {client: each.rank for client, each in self._left.items()}
+        ranks = part.residuals | {client: each.rank for client, each in left.items()}
+        known = set(ranks.values())
+        lost = {e.rank: client for client, e in sorted(self._left.items()) if e.rank not in known}
+        ranks |= {client: rank for rank, client in lost.items()}
         # Ranks that have not come as far as to ask for what the checkpoint before has of them.
         waiting = {rank for _, rank in part.unclaimed}.difference(ranks.values())
         ranks |= {-1 - rank: rank for rank in waiting}
@@ -337,7 +340,7 @@ class Residuals:
             yield from self._write_rest(files, part, -1 - rank, rank)
         for client, each in left.items():
             yield from self._write_left(files, part, client, each)
-        yield partial(files.lose, self._left.keys() - left.keys() - part.residuals.keys())
+        yield partial(files.lose, lost.values())
         heard = dict.fromkeys(files.clients, self._loop.time())
         while files.clients:
             conn = next(
@@ -402,22 +405,27 @@ class Residuals:
                 yield partial(files.write, client, message, values)
 
     def _left_at(self, part: ShardCut) -> dict[int, _Left]:
-        """What workers have left as of what a cut has of them; what a rank has left that has come
-        again, and goes on without it, is forgotten."""
+        """What workers have left as of what a cut has of them, of each rank what it left last; what
+        a rank has left that has come again, and goes on without it, is forgotten."""
         going = {rank: client for client, rank in part.residuals.items()}
         for client, each in list(self._left.items()):
             if going.get(each.rank, client) != client:
                 self._forget(client)
         clocks = {each.id: dict(each.clocks) for each in part.groups}
-        return {
+        found = {
             client: each
-            for client, each in self._left.items()
+            for client, each in sorted(self._left.items())
             if part.clients.get(client, each.last) == each.last
             and all(
                 _clock(clocks.get(group, {}), each.rank) == clock
                 for group, clock in each.clocks.items()
             )
         }
+        last = {each.rank: client for client, each in found.items()}
+        for client, each in list(self._left.items()):
+            if client < last.get(each.rank, client):
+                self._forget(client)
+        return {client: found[client] for client in last.values()}
 
     def _comes(self, client: int, heard_at: float) -> bool:
         session = self._shard.sessions.by_client.get(client)
