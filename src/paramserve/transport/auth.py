@@ -154,16 +154,34 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
+def _age_s(path: str) -> float:
+    """How long ago a file was written or put there, in seconds; 0: it is gone, or not known."""
+    try:
+        told = os.stat(path)
+    except OSError:
+        return 0.0
+    return max(time.time() - max(told.st_mtime, told.st_ctime), 0.0)
+
+
 class TokenFile:
     """The token that a file holds, which may be renewed.
 
     Args:
         first: the token that was read there before.
         now: a clock, in seconds.
+        age_s: how long ago the file was written or put there.
     """
 
-    def __init__(self, path: str, first: bytes, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: str,
+        first: bytes,
+        now: Callable[[], float] = time.monotonic,
+        age_s: Callable[[str], float] = _age_s,
+    ) -> None:
         self._now, self._current = now, first
+        self._path, self._age_s = path, age_s
+        self._asked_at = now()
         read = functools.partial(_read, path, FIX_JOINS)
         self._file = Renewed("the token", (path,), read, first=first, now=now)
         self._before: dict[bytes, float] = {}
@@ -175,9 +193,11 @@ class TokenFile:
         if token != self._current:
             # Made anew, not changed: another thread may be reading it.
             before = {each: until for each, until in self._before.items() if each != token}
-            before[self._current] = now
+            # Nobody may have come for long: the grace period is from the renewal on.
+            before[self._current] = max(now - self._age_s(self._path), self._asked_at)
             self._before = dict([*before.items()][-TOKENS_BEFORE_MAX:])
             self._current = token
+        self._asked_at = now
         held = [each for each, until in self._before.items() if now - until < grace_s]
         return (token, *reversed(held))
 
@@ -193,6 +213,7 @@ def tokens(credentials: Credentials, grace_s: float) -> tuple[bytes, ...]:
     Args:
         grace_s: for how long one holds that its file had before.
     """
+    hide(credentials.token)  # also one that came with a pickle, and not from a file
     file = _files.get(credentials.token)
     return file.tokens(grace_s) if file is not None else (credentials.token,)
 

@@ -62,6 +62,18 @@ def test_token_that_was_replaced_holds_for_the_grace_period(
     assert token(60.0) == (NEWER.encode(),)
 
 
+def test_grace_period_is_from_the_renewal_on_though_nobody_came_meanwhile(
+    tmp_path: Path, clock: Clock
+) -> None:
+    write(tmp_path / "token", OLD)
+    file = auth.TokenFile(str(tmp_path / "token"), OLD.encode(), clock, lambda path: 100.0)
+    assert file.tokens(60.0) == (OLD.encode(),)
+    write(tmp_path / "token", NEW)
+    clock.now += 10_000.0
+    assert file.tokens(60.0) == (NEW.encode(),)
+    assert file.tokens(120.0) == (NEW.encode(), OLD.encode())
+
+
 def test_token_that_comes_back_is_the_newest_again(
     tmp_path: Path, clock: Clock, token: Callable[[float], tuple[bytes, ...]]
 ) -> None:
