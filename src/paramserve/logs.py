@@ -65,13 +65,16 @@ _FIELDS: Final = "paramserve_event"
 """Attribute of a log record that holds its event."""
 
 
-_secrets: set[str] = set()
+_secrets: frozenset[str] = frozenset()
+"""Replaced and never changed: other threads go through it."""
 
 
 def hide(secret: bytes) -> None:
     """Let no line of JSON and no debug report of this process show this token."""
+    global _secrets
     text = secret.decode("utf-8", "backslashreplace")
-    _secrets.update(each for each in (text, secret.hex(), repr(secret)[2:-1]) if each)
+    if text not in _secrets:
+        _secrets |= {each for each in (text, secret.hex(), repr(secret)[2:-1]) if each}
 
 
 def without_secrets(text: str) -> str:

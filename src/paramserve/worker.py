@@ -24,6 +24,7 @@ from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.errors import warn_user
+from paramserve.logs import hide
 from paramserve.messages import DatasetSize, SameSize
 from paramserve.notices import Notices
 from paramserve.observe.history import StepsTaken
@@ -799,6 +800,7 @@ def prepare_process() -> None:
 def main(boot: Bootstrap) -> None:
     """Run a training function: the entry of a worker process."""
     config = msgspec.msgpack.decode(boot.payload, type=WorkerConfig)
+    hide(boot.credentials.token)
     # Before connecting: this may import torch, while the servers start.
     function, args, kwargs = boot.load()
     seeding.seed_everything(seeding.rank_seed(config.seed, config.rank))
