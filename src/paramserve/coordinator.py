@@ -178,9 +178,10 @@ class CoordinatorRole:
         return {shard: each.addresses for shard, each in sorted(servers.items()) if each.lost}
 
     def _debug(self, ask: AskDebug) -> DebugReport:
-        servers = self._coordination.membership.servers
-        addresses = tuple(each.addresses for _, each in sorted(servers.items()))
-        return report(ask, self._coordination.config, addresses)
+        known, config = self._coordination.membership.servers, self._coordination.config
+        every = range(max(config.servers, *(shard + 1 for shard in known), 0))
+        addresses = tuple(known[k].addresses if k in known else () for k in every)
+        return report(ask, config, addresses)
 
     def _tick(self) -> None:
         self._step(TimePassed())

@@ -71,6 +71,9 @@ def collect(address: str, credentials: Credentials) -> Iterator[tuple[str, str]]
     for shard, addresses in enumerate(lead.servers):
         reached = [each for each in addresses if each.startswith("tcp:")] if remote else addresses
         name = f"server-{shard}"
+        if not addresses:
+            yield f"{name}.failed.txt", "the coordinator knows no such server: not there, or lost"
+            continue
         try:
             told = asked(reached or addresses, credentials, coordinator=False, whole=True)
         except ParamServeError as error:

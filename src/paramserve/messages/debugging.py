@@ -18,7 +18,7 @@ class DebugReport(Struct, frozen=True, array_like=True, tag="debug-report"):
 
     `role`: "coordinator" or "server". `number`: the server's shard; -1: none. `time_s`: since the
     epoch, on its clock. `config`: as JSON. `record`: lines of JSON, the oldest first. `servers`: of
-    the coordinator, the addresses of each shard's server that it knows, in shard order.
+    the coordinator, the addresses of each shard's server; none where it has not come, or is lost.
     """
 
     call: int
