@@ -20,6 +20,8 @@ class Family(NamedTuple):
     name: str
     kind: Kind
     help: str
+    saved: bool = False
+    """Whether a checkpoint has it, so that it comes back where a run goes on from one."""
 
 
 class Sample(NamedTuple):
@@ -30,8 +32,8 @@ class Sample(NamedTuple):
     value: float
 
 
-def _counter(name: str, help: str) -> Family:
-    return Family(f"paramserve_{name}", "counter", help)
+def _counter(name: str, help: str, *, saved: bool = False) -> Family:
+    return Family(f"paramserve_{name}", "counter", help, saved)
 
 
 def _gauge(name: str, help: str) -> Family:
@@ -40,18 +42,24 @@ def _gauge(name: str, help: str) -> Family:
 
 SECONDS = _gauge("run_seconds", "Seconds since the start of the run.")
 WORKERS = _gauge("workers", "Workers by state.")
-STEPS = _counter("steps", "Steps of all workers together.")
-UPDATES = _counter("updates", "Updates that the servers have applied.")
-SKIPPED = _counter("skipped", "Clocks or gradients left out because they held NaN or Inf.")
+STEPS = _counter("steps", "Steps of all workers together.", saved=True)
+UPDATES = _counter("updates", "Updates that the servers have applied.", saved=True)
+SKIPPED = _counter(
+    "skipped", "Clocks or gradients left out because they held NaN or Inf.", saved=True
+)
 CLOCK = _gauge("clock", "Steps that every live worker has finished.")
 BUFFERED = _gauge("buffered", "Gradients that wait until their buffer is full.")
 KEPT = _gauge("kept_bytes", "Copies of what workers have read, on all servers together.")
-PUSHES = _counter("pushes", "Gradients of a worker that were applied or buffered.")
+PUSHES = _counter("pushes", "Gradients of a worker that were applied or buffered.", saved=True)
 STALENESS = _counter(
-    "staleness_versions", "Sum of the staleness of a worker's pushes: its rate by that of pushes."
+    "staleness_versions",
+    "Sum of the staleness of a worker's pushes: its rate by that of pushes.",
+    saved=True,
 )
 STALEST = _gauge("staleness_max_versions", "The largest staleness of a worker's pushes.")
-DROPPED = _counter("dropped", "Gradients of a worker that came too late or were too stale.")
+DROPPED = _counter(
+    "dropped", "Gradients of a worker that came too late or were too stale.", saved=True
+)
 SENT = _counter("sent_bytes", "Gradients that a codec has encoded, as they were sent.")
 PLAIN = _counter("plain_bytes", "The same gradients, as they were.")
 READ = _counter("read_bytes", "Values that a worker has read encoded, as they came.")
@@ -76,7 +84,7 @@ ENCODED = _counter("worker_encoded_seconds", "Of these, those in codecs of gradi
 WORKER_MEMORY = _gauge("worker_memory_bytes", "Memory of a worker's process, in RAM.")
 LOOPED = _gauge("worker_looped_ratio", "The part of a worker's loop over batches that is done.")
 VALUES = _gauge("server_value_bytes", "Parameters that a server holds, rows of tables left out.")
-RECEIVED = _counter("server_pushes", "Gradients that a server has applied or buffered.")
+RECEIVED = _counter("server_pushes", "Gradients that a server has applied or buffered.", saved=True)
 WAITING = _gauge("server_waiting_requests", "Requests that a server holds until something comes.")
 SERVER_MEMORY = _gauge("server_memory_bytes", "Memory of a server's process, in RAM.")
 LOGGED = _gauge("logged", "The last value that a worker logged under a name.")
@@ -159,8 +167,8 @@ def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterato
 
 
 class Monotonic:
-    """Counters that never fall: servers that are started again count from 0, or from what their
-    checkpoint has, and what they count then is added to what there was."""
+    """Counters that never fall: servers that are started again count from 0, and what they count
+    then is added to what there was; what a checkpoint has is counted from there."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, Labels], float] = {}
@@ -176,7 +184,8 @@ class Monotonic:
         key = sample.family.name, sample.labels
         last = self._last.get(key, 0.0)
         if sample.value < last:
-            self._before[key] = self._before.get(key, 0.0) + last
+            again = sample.value if sample.family.saved else 0.0
+            self._before[key] = self._before.get(key, 0.0) + last - again
         self._last[key] = sample.value
         before: Mapping[tuple[str, Labels], float] = self._before
         return sample._replace(value=sample.value + before[key]) if key in before else sample

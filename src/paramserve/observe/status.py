@@ -175,7 +175,7 @@ class WorkerLoad:
 
     Attributes:
         seconds: since it came.
-        waited_s: of these, for answers of servers, as of calls that have returned.
+        waited_s: of these, for answers of servers.
         encoded_s: of these, in codecs of gradients.
         memory_bytes: of its process, in RAM; 0: not known.
         looped: the part of its loop over a loader's batches, or over `loader.epochs`, that is done,
@@ -302,7 +302,7 @@ def of_cluster(
         checkpoints,
         loads=worker_loads(told.usage),
         servers=server_loads(told.servers),
-        logged=dict(logged or {}),
+        logged={rank: dict(each) for rank, each in (logged or {}).items()},
     )
 
 
@@ -414,9 +414,9 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
     behind = min(shards, key=lambda report: report.version)
     clocks, passed = dict(behind.clocks), dict(behind.passed)
     dropped = dict(behind.dropped)
-    # Workers that have left are in it.
+    # Workers whose clocks are not known any more are in it.
     steps = {rank: pushes + dropped.get(rank, 0) for rank, pushes, _, _ in behind.staleness}
-    for rank, clock in clocks.items():
+    for rank, clock in (dict(behind.left) | clocks).items():
         steps[rank] = max(clock - passed.get(rank, 0), steps.get(rank, 0))
     slowest = min(clocks.values(), default=behind.clock)
     return GroupStatus(

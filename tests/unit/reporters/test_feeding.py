@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paramserve.messages import Record
+from paramserve.observe.checkpoints import CheckpointStatus
 from paramserve.observe.metrics import FAMILIES, Monotonic, samples
 from paramserve.observe.status import (
     GroupStatus,
@@ -196,8 +197,6 @@ def test_what_is_no_reporter_is_refused(wrong: Any, text: str) -> None:
 
 
 def test_every_family_is_told_by_a_run_that_has_all() -> None:
-    from paramserve.observe.checkpoints import CheckpointStatus
-
     whole = status(
         4,
         checkpoints=CheckpointStatus(path="/runs/7", age_s=3.0, bytes=9, written=2),
@@ -221,10 +220,26 @@ def test_every_family_is_told_by_a_run_that_has_all() -> None:
 def test_counters_never_fall_where_servers_begin_again() -> None:
     counters = Monotonic()
 
+    def written(count: int) -> float:
+        now = status(1, checkpoints=CheckpointStatus(written=count))
+        told = counters.taken(now)
+        return next(s.value for s in told if s.family.name == "paramserve_checkpoints")
+
+    assert [written(n) for n in (5, 8, 3, 3, 6, 1)] == [5, 8, 11, 11, 14, 15]
+
+
+def test_steps_of_a_checkpoint_that_a_run_goes_on_from_are_not_counted_twice() -> None:
+    counters = Monotonic()
+
     def steps(now: RunStatus) -> float:
         return next(s.value for s in counters.taken(now) if s.family.name == "paramserve_steps")
 
-    assert [steps(status(n)) for n in (5, 8, 3, 3, 6, 1)] == [5, 8, 11, 11, 14, 15]
+    assert [steps(status(n)) for n in (9_000, 10_000, 9_900, 10_050)] == [
+        9_000,
+        10_000,
+        10_000,
+        10_150,
+    ]
 
 
 def test_gauges_fall() -> None:
