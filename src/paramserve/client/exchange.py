@@ -125,6 +125,8 @@ class Exchange(Links):
         """Those under way: each keeps its own answers."""
         self.waited_s = 0.0
         """Seconds that calls have waited for answers; where several threads wait, each counts."""
+        self.waits_since: float | None = None
+        """When the wait began that is under way, the latest of them; None: there is none."""
         self._mute_at = self.now()
         """When a shard that listens was last tried in vain."""
         self._reason: ParamServeError | None = None
@@ -404,7 +406,7 @@ class Exchange(Links):
         Raises:
             ClientClosed: the client was closed meanwhile.
         """
-        began = now = self.now()
+        began = now = self.waits_since = self.now()
         polling = False
         ready: list[ReachedShard] = []
         try:
@@ -428,6 +430,7 @@ class Exchange(Links):
                 if polling:
                     ready = self._ready(deadline - now, kind)
         finally:
+            self.waits_since = None
             if polling:  # Interrupted; there is no call here that another interrupt could hit.
                 self._polling = False
 

@@ -206,9 +206,10 @@ class Steps(ClientClocks):
 
     def usage(self) -> WorkerUsage:
         """What this client has done with its time. May be called without the lock."""
+        now, since, waited_s = self.now(), self._exchange.waits_since, self._exchange.waited_s
         return WorkerUsage(
-            self.now() - self._began,
-            self._exchange.waited_s,
+            now - self._began,
+            waited_s if since is None else waited_s + now - since,
             self._encoded_s,
             resident_bytes(),
             self.loop.done,

@@ -8,6 +8,8 @@ from collections.abc import Hashable
 WINDOW_S = 3.0
 """Rates are those of the last seconds: servers and workers report once a second."""
 
+STANDS = 2
+"""A counter that has not grown for so many times as long as its last reports took stands still."""
 Point = tuple[float, float]
 """When, and how much there was."""
 
@@ -32,7 +34,11 @@ class Rates:
         if seen[-1][1] != count:  # a new report
             seen.append((seconds, count))
         self._forget(seen, seconds)
-        return _slope(self._first[name] if whole else seen[0], seen[-1])
+        if whole:
+            return _slope(self._first[name], seen[-1])
+        gap = seen[-1][0] - seen[0][0]
+        stands = gap > 0 and seconds - seen[-1][0] > STANDS * gap
+        return _slope(seen[0], (seconds, count) if stands else seen[-1])
 
     def share(self, name: Hashable, seconds: float, part: float) -> float | None:
         """Which part of the time it was of late, from 0 to 1; None: not known yet.

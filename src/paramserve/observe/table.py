@@ -15,8 +15,9 @@ from paramserve.observe.status import GroupStatus, RunStatus, in_bytes
 
 ROWS_LEAST = 3
 """Workers, and servers, that are shown at least, however low the terminal is."""
-AROUND = 8
-"""Lines of a terminal that are not rows of workers and servers."""
+AROUND = 6
+"""Lines of a terminal that are not rows or words: the bar, two headings, what is left out of each
+table, and one that stays free."""
 SHOWN_FIRST = ("dead", "starting", "retiring", "running", "stopped", "returned", "retired")
 """States in the order in which workers are shown, where there is no room for all."""
 STYLES = {"dead": "bold red", "starting": "yellow", "retiring": "yellow", "returned": "dim"}
@@ -31,27 +32,32 @@ class LiveTable:
     def __init__(self) -> None:
         self._words = Progress()
         self._rates = Rates()
-        self._since: tuple[float, float] | None = None
-        """When the part of the loops that was done was first told, and how much that was."""
+        self._since = 0.0, 0.0
+        """When the part of the present loop that was done was first told, and how much that was."""
+        self._done = 0.0
+        """How much it was when it was last told."""
 
     def draw(self, status: RunStatus, width: int, height: int) -> RenderableType:
         """The table, of at most this many columns, and lines if it can be.
 
         Where it has no room for all workers or servers, it says how many it leaves out.
         """
-        parts: list[RenderableType] = [_text(fold(self._words.line(status), width))]
+        lines = fold(self._words.line(status), width)
+        parts: list[RenderableType] = [_text(lines)]
         looped = self._looped(status, width)
         if looped is not None:
             parts.append(looped)
+        told = self._words.checkpoints(status)
+        below = fold(told, width) if told else []
         servers = sorted(status.servers)
-        room = max(height - AROUND, 2 * ROWS_LEAST)
+        room = max(height - AROUND - len(lines) - len(below), 2 * ROWS_LEAST)
         for_servers = max(min(len(servers), room // 2), min(len(servers), ROWS_LEAST))
         if status.workers:
             parts.append(self._workers(status, max(room - for_servers, ROWS_LEAST)))
         if servers:
             parts.append(self._servers(status, servers, max(for_servers, ROWS_LEAST)))
-        if told := self._words.checkpoints(status):
-            parts.append(_text(fold(told, width)))
+        if below:
+            parts.append(_text(below))
         return Group(*parts)
 
     def _looped(self, status: RunStatus, width: int) -> RenderableType | None:
@@ -59,8 +65,9 @@ class LiveTable:
         done = status.looped
         if not done or status.state in ENDED:
             return None
-        if self._since is None or done < self._since[1]:
+        if not self._done or done < self._done:  # another loop
             self._since = status.seconds, done
+        self._done = done
         began, before = self._since
         left = ""
         if done > before and status.seconds > began:

@@ -11,7 +11,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args
 
@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from paramserve.errors import did_you_mean
+from paramserve.errors import ParamServeError, did_you_mean
 from paramserve.observe.progress import INDENT, Progress, fold
 from paramserve.observe.status import RunStatus
 from paramserve.observe.table import LiveTable
@@ -181,7 +181,9 @@ def watch(
             ended = over.wait(every_s)
             if failed:
                 return
-            view.show(watched.status(), ended)
+            # One that is not told, as while a coordinator does not answer, may be told next time.
+            with suppress(ParamServeError):
+                view.show(watched.status(), ended)
             if ended:
                 return
 

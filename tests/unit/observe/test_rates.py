@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserve.observe.rates import WINDOW_S, Rates
+from paramserve.observe.rates import Rates
 
 
 def test_share_is_that_of_the_last_seconds() -> None:
@@ -34,9 +34,18 @@ def test_share_of_a_new_incarnation_begins_anew() -> None:
     assert rates.share("waits", 2.0, 0.75) == 0.25
 
 
-def test_rate_of_a_counter_that_stands_still_is_that_of_its_last_reports() -> None:
+def test_rate_of_a_counter_that_stands_still_falls() -> None:
     rates = Rates()
     rates.of("steps", 1.0, 10)
     rates.of("steps", 2.0, 30)
-    assert rates.of("steps", 2.5, 30) == 20.0
-    assert rates.of("steps", 2.0 + 10 * WINDOW_S, 30) == 20.0
+    assert rates.of("steps", 3.9, 30) == 20.0, "the next report is on its way"
+    assert rates.of("steps", 5.0, 30) == 5.0
+    assert rates.of("steps", 41.0, 30) == 0.5
+    assert rates.of("steps", 41.0, 30, whole=True) == 20.0
+
+
+def test_rate_of_a_counter_that_goes_on_is_that_of_the_last_reports() -> None:
+    rates = Rates()
+    for second in range(20):
+        found = rates.of("steps", float(second), 10 * min(second, 5) + 2 * max(second - 5, 0))
+    assert found == 2.0

@@ -142,6 +142,20 @@ def test_more_workers_than_lines_are_counted_and_the_dead_shown_first() -> None:
     assert f"and {64 - shown} more workers" in more
 
 
+def test_words_of_many_groups_take_lines_from_the_workers() -> None:
+    told = status(4.0, workers=64, servers=8)
+    groups = {f"group {n}": told.groups["model"] for n in range(4)}
+    lines = drawn(replace(told, groups=groups), height=30)
+    assert len(lines) <= 30
+    assert sum("more" in line for line in lines) == 1
+
+
+def test_time_left_is_that_of_the_present_loop() -> None:
+    at = ((1.0, 0.01), (60.0, 0.9), (64.0, 0.05), (66.0, 0.1))
+    bar = next(line for line in drawn(*(status(s, looped=d) for s, d in at)) if "left" in line)
+    assert "about 36 s left" in bar
+
+
 def test_checkpoint_is_told_below() -> None:
     told = CheckpointStatus("runs/a/step-9", {"model": 9}, 3.2, 2_000_000, 0.004)
     lines = drawn(replace(status(), checkpoints=told))

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from tests.unit.observe.test_progress import UNDER_ASYNC, at
 
+from paramserve.errors import CoordinatorGone
 from paramserve.observe import RunStatus, watch
 from paramserve.observe.view import checked
 
@@ -37,6 +38,27 @@ def test_watch_prints_and_ends_its_thread(terminal: bool, show: Literal["table",
         assert run.asked.wait(10.0)
     assert "model: 10 steps" in out.getvalue()
     assert threading.active_count() == threads
+
+
+class AnswersLater(AsksBack):
+    """Its coordinator does not answer the first two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 2
+
+    def status(self) -> RunStatus:
+        self.left -= 1
+        if self.left >= 0:
+            raise CoordinatorGone("no answer", fix="none")
+        return super().status()
+
+
+def test_watch_goes_on_behind_a_status_that_was_not_told() -> None:
+    out, run = io.StringIO(), AnswersLater()
+    with watch(run, every_s=0.001, console=Console(file=out, width=120)):
+        assert run.asked.wait(10.0)
+    assert "model: 10 steps" in out.getvalue()
 
 
 class IsStale:
