@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from paramserve.client import Client, Table
+from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.names import as_keys
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.config import check_count
@@ -226,13 +227,20 @@ def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
     """
     steps = worker.client.steps
     steps.epochs += done
-    for epoch in range(first + done, epochs):
-        if worker.retiring:
-            return
-        steps.epochs += 1
-        steps.loop.epoch(epoch - first, epochs - first)
-        yield epoch
-    steps.loop.epochs_over()
+    try:
+        for epoch in range(first + done, epochs):
+            if worker.retiring:
+                return
+            steps.epochs += 1
+            steps.loop.epoch(epoch - first, epochs - first)
+            yield epoch
+    finally:
+        steps.loop.epochs_over()
+
+
+def loop_progress(worker: Worker) -> LoopProgress:
+    """What a loop over batches tells how far it is: that of an evaluation is nobody's."""
+    return worker.client.steps.loop if torch.is_grad_enabled() else LoopProgress()
 
 
 def ahead(

@@ -24,6 +24,7 @@ from paramserve.pytorch.batches import (
     has_others,
     loading,
     loop,
+    loop_progress,
     order,
     shared,
     size_of,
@@ -119,7 +120,7 @@ class LeasedLoader:
             self._worker.looped = True
         work.begin()
         # By equal shares: how many batches this rank gets is known at the end.
-        loop, number = self._worker.client.steps.loop, 0
+        loop, number = loop_progress(self._worker), 0
         try:
             while True:
                 with closing(self._drawn()) as drawn:

@@ -26,7 +26,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.company import all_have_stopped
-from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import RANDOM
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
@@ -42,6 +41,7 @@ from paramserve.pytorch.batches import (
     in_words,
     loading,
     loop,
+    loop_progress,
     order,
     shapes,
     shared,
@@ -245,7 +245,7 @@ class Loader:
         if self._epochs.ended:
             self._tell_if_alone()
         missed, late, begun = worker.missed, 0, self._epochs.next
-        loop = worker.client.steps.loop if torch.is_grad_enabled() else LoopProgress()
+        loop = loop_progress(worker)
         with closing(self._loaded(first, self._length - done)) as loaded:
             for number, (epoch, batch) in enumerate(loaded, done):
                 loop.batch(number, self._length)
