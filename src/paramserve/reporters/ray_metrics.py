@@ -31,6 +31,7 @@ class RayMetrics(Reporter):
 
     def __init__(self, run: str | None = None) -> None:
         self.run = run
+        self._tag = ""
         self._kinds: dict[str, Any] = {}
         self._metrics: dict[str, Any] = {}
         self._counted: dict[tuple[str, Labels], float] = {}
@@ -43,8 +44,7 @@ class RayMetrics(Reporter):
             raise missing("ray", "RayMetrics", error) from None
         self._kinds = {"counter": metrics.Counter, "gauge": metrics.Gauge}
         self._metrics, self._counted = {}, {}
-        if self.run is None:
-            self.run = run.name
+        self._tag = self.run if self.run is not None else run.name
 
     def report(self, report: Report) -> None:
         for sample in report.samples:
@@ -52,7 +52,7 @@ class RayMetrics(Reporter):
 
     def _record(self, sample: Sample) -> None:
         family, labels, value = sample
-        tags = {RUN: str(self.run), **dict(labels)}
+        tags = {RUN: self._tag, **dict(labels)}
         metric = self._metrics.get(family.name)
         if metric is None:
             kind = self._kinds[family.kind]
