@@ -179,7 +179,10 @@ for path in sys.argv[1:]:
 
 @pytest.mark.parametrize(
     "page",
-    [README, GUIDE, TABLES, CONVERT, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, COMPRESSION, METRICS],
+    [
+        *(README, GUIDE, TABLES, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, METRICS),
+        *(pytest.param(page, marks=pytest.mark.slow) for page in (CONVERT, COMPRESSION)),
+    ],
     ids=lambda page: page.stem,
 )
 def test_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
@@ -237,6 +240,7 @@ def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
     assert resumed == ["[rank 0] dies", first, second]
 
 
+@pytest.mark.slow
 def test_plateau_and_early_stop_of_a_run_that_goes_on_are_those_of_an_unbroken_one(
     tmp_path: Path,
 ) -> None:

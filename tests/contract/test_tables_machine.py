@@ -43,7 +43,7 @@ TABLES_MAX = 60
 """Of one cluster: what is asked of all its tables takes longer with each."""
 SEED = 1
 QUICK = settings(  # for each rule
-    max_examples=6,
+    max_examples=4,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -240,6 +240,7 @@ def test_loader_with_other_batches_than_those_that_are_done_is_refused(tmp_path:
     assert goes_on(args=(3, 4, 2)).returns == {0: [2], 1: [2]}
 
 
+@pytest.mark.slow
 def test_rank_that_had_died_before_its_first_step_takes_part_where_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -251,6 +252,7 @@ def test_rank_that_had_died_before_its_first_step_takes_part_where_the_run_goes_
     assert goes_on(args=(3, 8)).returns == {0: [2], 1: [2]}
 
 
+@pytest.mark.slow
 def test_run_that_had_ended_goes_on_as_one_that_was_longer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

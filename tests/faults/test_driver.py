@@ -87,5 +87,9 @@ def test_sigterm_ends_a_run_in_order_with_its_last_checkpoint(pipe: str, tmp_pat
 
 
 def test_sigterm_means_again_what_it_meant_when_the_run_is_over() -> None:
-    ps.run(victims.count, workers=1)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's, where it was started here
+    try:
+        ps.run(victims.count, workers=1)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -73,6 +73,7 @@ def files_of(pid: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_forks_of_a_run_share_nothing_and_draw_by_rank_and_seed() -> None:
     pytest.importorskip("torch")  # the driver has it: workers are forked from a process that has it
     options: dict[str, Any] = {"workers": 2, "consistency": ps.Async(), "seed": 7}

@@ -57,6 +57,7 @@ def test_every_rank_loads_frozen_parameters() -> None:
     assert result.returns == dict.fromkeys(range(2), state["0.bias"].tolist())
 
 
+@pytest.mark.slow
 def test_best_snapshot_is_kept_and_a_second_run_starts_from_it(tmp_path: Path) -> None:
     with ps.start(train, args=(60,), workers=2, seed=0, timeout_s=60) as job:
         best = min(job.snapshots(every=20, keep=4), key=lambda found: distance(found.state))

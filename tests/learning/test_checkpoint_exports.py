@@ -150,6 +150,7 @@ def test_values_are_read_by_safetensors_and_by_torch_distributed(
         assert name not in trained or values[name].equal(wanted[name]), name
 
 
+@pytest.mark.slow
 def test_state_that_only_workers_have_is_not_exported(tmp_path: Path) -> None:
     settings = {"workers": 1, "checkpoint": tmp_path / "runs"}
     ps.run(train, args=(2,), consistency=ps.LocalSteps(every=1), **settings)

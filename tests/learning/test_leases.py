@@ -49,6 +49,7 @@ def test_sync_every_sample_counts_once_an_epoch_though_a_worker_dies(
     assert seen == pytest.approx([float(epochs)] * SIZE)
 
 
+@pytest.mark.slow
 def test_sync_every_sample_counts_once_an_epoch_across_resumes(tmp_path: Path) -> None:
     """A server is lost; and other numbers of workers and servers go on from the middle."""
     folder, epochs = tmp_path / "runs", 4

@@ -71,7 +71,11 @@ def test_job_of_a_task_that_raises_gives_its_cpus_back() -> None:
     assert states <= {"REMOVED"}
 
 
-@pytest.mark.parametrize("codec", [None, ps.Int4(16, even_local=True)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [None, pytest.param(ps.Int4(16, even_local=True), marks=pytest.mark.slow)],
+    ids=["values", "codec"],
+)
 def test_sync_run_equals_that_on_local_bit_by_bit(codec: ps.Codec | None) -> None:
     import ray
 

@@ -109,7 +109,7 @@ PLANTED: tuple[tuple[Callable[[pytest.MonkeyPatch], Any], Policy], ...] = (
     (of_a_later_push, Async()),
     (before_answers_are_read, Async()),
     (loaded_twice, Async()),
-    (without_ranks_that_are_gone, Async()),
+    pytest.param(without_ranks_that_are_gone, Async(), marks=pytest.mark.slow),
 )
 
 
