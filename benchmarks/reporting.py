@@ -1,6 +1,7 @@
 """What reporters cost: steps a second of a run with all of them, against one without; and a scrape.
 
-A run of two workers that log a number every 10 steps; pairs of runs, one after the other.
+A run of two workers that log a number every 10 steps; pairs of runs, one after the other. With
+`--width 256` a step takes less than a millisecond, so that hundreds of numbers are logged a second.
 
     python -m benchmarks.reporting --pairs 3
 """
@@ -31,11 +32,12 @@ from paramserve.reporters import Prometheus, RunInfo
 WORKERS, LOG_EVERY, SCRAPES, MANY = 2, 10, 200, 64
 
 
-def train(worker: ps.Worker, seconds: float) -> float:
+def train(worker: ps.Worker, seconds: float, width: int) -> float:
     """Steps a second, once the first ones are over."""
     torch.set_num_threads(1)
     torch.manual_seed(worker.rank)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+    model.append(nn.Linear(width, 10))
     optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     inputs, labels = torch.randn(64, 64), torch.randint(10, (64,))
     steps, began = 0, 0.0
@@ -72,9 +74,10 @@ def all_reporters() -> Iterator[list[Any]]:
         ]
 
 
-def speed(seconds: float, reporters: Sequence[Any]) -> float:
+def speed(seconds: float, width: int, reporters: Sequence[Any]) -> float:
+    given = seconds, width
     done = ps.run(
-        train, args=(seconds,), workers=WORKERS, consistency=ps.Async(), report_to=[*reporters]
+        train, args=given, workers=WORKERS, consistency=ps.Async(), report_to=[*reporters]
     )
     return sum(done.returns.values())
 
@@ -112,14 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
+    parser.add_argument("--width", type=int, default=1024, help="of the model's layers")
     parser.add_argument("--tiny", action="store_true", help="only show that it runs")
     options = parser.parse_args(argv)
     pairs, seconds = (1, 0.5) if options.tiny else (options.pairs, options.seconds)
     ratios, speeds = [], []
     for _ in range(pairs):
-        without = speed(seconds, [])
+        without = speed(seconds, options.width, [])
         with all_reporters() as reporters:
-            reporting = speed(seconds, reporters)
+            reporting = speed(seconds, options.width, reporters)
         speeds.append((without, reporting))
         ratios.append(reporting / without)
     took = sorted(scrape_s())

@@ -228,3 +228,16 @@ def test_a_missing_package_is_told_with_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ParamServeError, match="pip install"):
         reporter.open(INFO)
+
+
+def test_wandb_is_told_of_each_rank_in_one_row() -> None:
+    rows: list[dict[str, float]] = []
+    told = WandB()
+    told._run = SimpleNamespace(log=rows.append, define_metric=lambda *_, **__: None)
+    logged = [(0, 1), (0, 2), (1, 1), (0, 3), (1, 2)]
+    records = [Record(0.0, rank, clock, {"loss": rank + clock / 8}) for rank, clock in logged]
+    told.report(Report(status(10), [], records))
+    first, second, third, _ = rows
+    assert first == {"rank0/clock": 1, "rank0/loss": 0.125, "rank1/clock": 1, "rank1/loss": 1.125}
+    assert second == {"rank0/clock": 2, "rank0/loss": 0.25, "rank1/clock": 2, "rank1/loss": 1.25}
+    assert third == {"rank0/clock": 3, "rank0/loss": 0.375}
