@@ -65,8 +65,10 @@ _FIELDS: Final = "paramserve_event"
 """Attribute of a log record that holds its event."""
 
 
-_secrets: frozenset[str] = frozenset()
-"""Replaced and never changed: other threads go through it."""
+_SECRETS_MAX: Final = 192
+"""Texts of tokens that are hidden, three of each: of the last 64 of this process at least."""
+_secrets: tuple[str, ...] = ()
+"""The newest last. Replaced and never changed: other threads go through it."""
 
 
 def hide(secret: bytes) -> None:
@@ -74,7 +76,8 @@ def hide(secret: bytes) -> None:
     global _secrets
     text = secret.decode("utf-8", "backslashreplace")
     if text not in _secrets:
-        _secrets |= {each for each in (text, secret.hex(), repr(secret)[2:-1]) if each}
+        forms = {each: None for each in (text, secret.hex(), repr(secret)[2:-1]) if each}
+        _secrets = (*_secrets, *forms)[-_SECRETS_MAX:]
 
 
 def without_secrets(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import paramserve as ps
+from paramserve import logs
 from paramserve.cluster_log import STATES, ClusterLog
 from paramserve.config import ConsistencySpec
 from paramserve.core.membership import ServerEntry
@@ -136,3 +137,17 @@ def test_deaths_are_no_warnings_where_a_driver_tells_of_them(
         log = ClusterLog(servers=1, workers=1, warns=warns)
         log.on_members(Members(1, (Member(0, 4, 1, "dead"),)))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_tokens_that_are_hidden_are_bounded_and_the_newest_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "_secrets", ())
+    tokens = [b"token of run %d ...." % number for number in range(1000)]
+    for token in tokens:
+        logs.hide(token)
+        logs.hide(token)
+    assert len(logs._secrets) <= logs._SECRETS_MAX
+    assert all(
+        each.decode() not in logs.without_secrets(f"a {each.decode()}") for each in tokens[-64:]
+    )
