@@ -1,4 +1,4 @@
-"""How much of a worker's loop over batches is done, for whoever watches the run."""
+"""How much of a worker's loop over batches is done, for those who watch the run."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ class Residuals:
         """
         if self._connection.rank == NO_RANK or block.table is not None:
             return
-        with suppress(UnknownCodec):  # whoever pushes to it is told
+        with suppress(UnknownCodec):  # a client that pushes to it is told
             if block.push_codec is None or not block.push_codec.feedback:
                 return
             encoder, shards = self._steps.encoder, self._connection.exchange

@@ -239,7 +239,7 @@ def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
 
 
 def loop_progress(worker: Worker) -> LoopProgress:
-    """What a loop over batches tells how far it is: that of an evaluation is nobody's."""
+    """What a loop over batches reports its progress to; an evaluation's is not shown."""
     return worker.client.steps.loop if torch.is_grad_enabled() else LoopProgress()
 
 

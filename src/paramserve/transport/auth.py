@@ -193,7 +193,7 @@ class TokenFile:
         if token != self._current:
             # Made anew, not changed: another thread may be reading it.
             before = {each: until for each, until in self._before.items() if each != token}
-            # Nobody may have come for long: the grace period is from the renewal on.
+            # The last peer may have come long ago: the grace period is from the renewal on.
             before[self._current] = max(now - self._age_s(self._path), self._asked_at)
             self._before = dict([*before.items()][-TOKENS_BEFORE_MAX:])
             self._current = token
