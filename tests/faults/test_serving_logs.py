@@ -1,0 +1,149 @@
+"""What `paramserve serve` logs, as lines for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.faults.servers import Servers, new_token
+from tests.faults.test_serving import COMMAND
+
+import paramserve as ps
+from paramserve.cluster_log import ClusterLog
+from paramserve.errors import NotAuthenticated, RankTaken, ServerGone
+from paramserve.messages import Member, Members
+
+
+def test_serve_says_who_comes_is_refused_and_leaves(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token), "--workers", "1")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, "--until-done"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
+                ps.connect(address, rank=0, token_file=token)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    lines = [line.partition(" paramserve: ")[2] for line in told.splitlines()]
+    serving = f"serving shard 0 of 1 at {address}"
+    assert sorted(lines[:2]) == [serving, "the server is there: workers may come"]
+    assert lines[2] == "rank 0 has come"
+    assert lines[3].startswith("refused: rank 0 is taken by a live worker")
+    done = "all workers have left: the cluster ends, as until_done asks"
+    assert lines[4:] == ["rank 0 has left", done, "ended in order"]
+
+
+def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paramserve")
+    log = ClusterLog(servers=1, workers=3, warns=True)
+    absent = Member(2, 0, 0, "expected")
+    for number, (state, incarnation) in enumerate(
+        [("live", 1), ("restarting", 1), ("live", 2), ("live", 2), ("dead", 2), ("live", 3)]
+    ):
+        member = Member(1, 5, incarnation, state)
+        log.on_members(Members(number, (Member(0, 4, 1, "live"), member, absent)))
+    log.tell_missing()
+    log.tell_missing_servers([])
+    log.tell_missing_servers([0])
+    assert caplog.messages == [
+        "rank 0 has come",
+        "rank 1 has come",
+        "rank 1 counts as dead, and may come again",
+        "rank 1 has come (incarnation 2)",
+        "rank 1 counts as dead (incarnation 2)",
+        "rank 1 has come after it had died: it goes on where the others are, not where it was "
+        "(incarnation 3); restart_s (--restart) would keep its place for a while",
+        "not done yet. still there: 0, 1; never came: 2",
+        "0 of 1 servers have registered: workers wait for those of shards [0]",
+    ]
+
+
+def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
+    token = new_token(tmp_path / "token")
+    options = ("--bind", "127.0.0.1:0", "--token-file", token, "--workers", "1", "--log", "json")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, "--until-done"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with pytest.raises(NotAuthenticated):
+                ps.connect(address, rank=0, token_file=new_token(tmp_path / "other"))
+            with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
+                ps.connect(address, rank=0, token_file=token)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert [line["event"] for line in lines] == [
+        "servers-complete",
+        "serving",
+        "peer-refused",
+        "worker-joined",
+        "request-refused",
+        "worker-left",
+        "done",
+        "ended",
+    ]
+    by_event = {line["event"]: line for line in lines}
+    serving, refused = by_event["serving"], by_event["request-refused"]
+    assert (serving["role"], serving["server"], serving["address"]) == ("server", 0, address)
+    assert (refused["level"], refused["error"]) == ("warning", "RankTaken")
+    joined = by_event["worker-joined"]
+    assert (joined["role"], joined["rank"], joined["level"]) == ("coordinator", 0, "info")
+    assert joined["message"] == "rank 0 has come"
+    assert by_event["peer-refused"]["peer"] == "127.0.0.1"
+    assert Path(token).read_text().strip() not in told
+
+
+def test_serve_until_done_ends_with_its_own_status_when_the_time_is_up(servers: Servers) -> None:
+    options = ("--bind", "127.0.0.1:0", "--token-file", servers.token, "--workers", "3")
+    ending = ("--until-done", "--timeout", "3", "--log", "json")
+    with subprocess.Popen(
+        [*COMMAND, "serve", *options, *ending], stdout=-1, stderr=-1, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            with ps.connect(address, rank=0, token_file=servers.token):
+                pass
+            with ps.connect(address, rank=1, token_file=servers.token) as worker:
+                worker.client.define("w", np.zeros(3), rule=ps.Add())
+                _, told = process.communicate(timeout=60)
+                with pytest.raises(ServerGone, match="the cluster ends: after 3 s"):
+                    worker.client.pull("w")
+        finally:
+            process.kill()
+    assert process.returncode == 124
+    last = json.loads(told.splitlines()[-1])
+    assert (last["event"], last["level"]) == ("timed-out", "error")
+    assert "still there: 1; never came: 2" in last["message"]
+
+
+def test_serve_log_json_tells_why_it_failed(servers: Servers) -> None:
+    _, address = servers.serve()
+    options = ("--token-file", servers.token, "--log", "json")
+    done = subprocess.run(
+        [*COMMAND, "serve", "--bind", address, *options], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (line["event"], line["level"], line["error"]) == ("failed", "error", "ParamServeError")
+    assert "another process listens there" in line["message"]
