@@ -34,6 +34,7 @@ from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
 from paramserve.logs import event, hide
 from paramserve.messages import (
+    COORDINATOR_ROLES,
     AskDebug,
     CoordinatorNotice,
     CoordinatorRequest,
@@ -60,9 +61,6 @@ TICK_S = 0.1
 PAUSE_S = 0.5
 """Without a step for this much longer than `TICK_S`, the process did not run: it was stopped, or
 something held its loop up."""
-
-ROLES = frozenset({"join", "register", "driver"})
-"""Roles of `Hello` that belong to the coordinator; the others belong to a shard."""
 
 _decode = decoder(CoordinatorRequest | CoordinatorNotice | ServerEnds).decode
 
@@ -116,7 +114,7 @@ class CoordinatorRole:
         self._loop.call_later(TICK_S, self._tick)
 
     def opened(self, conn: Connection, hello: Hello) -> None:
-        if hello.role not in ROLES:
+        if hello.role not in COORDINATOR_ROLES:
             raise ProtocolError(
                 f"a peer came to the coordinator as {hello.role!r}", fix="run the same version"
             )

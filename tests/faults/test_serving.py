@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from paramserve.errors import (
     CoordinatorGone,
     NotAuthenticated,
     ParamServeError,
+    ProtocolError,
     RankTaken,
     ServerGone,
     UnknownRule,
@@ -226,6 +228,10 @@ def test_command_tells_a_cluster_as_json_and_probes_each_server(servers: Servers
         eventually(has_heard_of_the_push, (AssertionError, KeyError))
     for each in (address, other):
         assert told(each, "--probe").exit_code == 0
+    words = f"shard 1 of 2, and not of the cluster's first server.*tcp:{address}"
+    assert re.search(words, str(told(other).exception))
+    with pytest.raises(ProtocolError, match=words):
+        ps.connect(other, rank=0, token_file=servers.token, timeout_s=SOON_S)
     os.kill(first.pid, signal.SIGSTOP)
     try:
         silent = told(address, "--probe")

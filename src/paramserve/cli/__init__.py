@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it."""
+WRONG_ARGUMENT = 2
+"""Exit code of a wrong option or argument: a process manager that stops at it is right to."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -339,5 +341,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ParamServeError, OSError, ValueError, TypeError) as error:
         click.echo(f"paramserve: {type(error).__name__}: {error}", err=True)
-        return 1
+        return WRONG_ARGUMENT if isinstance(error, ValueError | TypeError) else 1
     return outcome if isinstance(outcome, int) else 0

@@ -42,7 +42,7 @@ from paramserve.config import (
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import Registered
-from paramserve.coordinator import ROLES, CoordinatorRole, open_checkpoints
+from paramserve.coordinator import CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, LEFT
 from paramserve.errors import (
@@ -60,6 +60,7 @@ from paramserve.launch.connect import full_address
 from paramserve.launch.packing import checked
 from paramserve.logs import event
 from paramserve.messages import (
+    COORDINATOR_ROLES,
     AskCheckpoint,
     Checkpointed,
     Enlist,
@@ -127,7 +128,9 @@ class _Both:
         self._handlers: dict[Connection, Handler] = {}
 
     def opened(self, conn: Connection, hello: Hello) -> None:
-        handler: Handler | None = self._coordinator if hello.role in ROLES else self.server
+        handler: Handler | None = (
+            self._coordinator if hello.role in COORDINATOR_ROLES else self.server
+        )
         if handler is None:
             raise ParamServeError("the server is still starting", fix="try again")
         handler.opened(conn, hello)

@@ -82,7 +82,7 @@ from paramserve.messages.leases import (
     LeaseReport,
     SameSize,
 )
-from paramserve.messages.opening import Hello, Welcome
+from paramserve.messages.opening import COORDINATOR_ROLES, Hello, Welcome
 from paramserve.messages.peers import (
     Commit,
     CutAsk,
@@ -162,6 +162,7 @@ Message = (
 __all__ = [
     # how they lie in bytes
     "PROTOCOL_VERSION",
+    "COORDINATOR_ROLES",
     "CURRENT_CLOCK",
     "ALIGN",
     "Message",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+COORDINATOR_ROLES = frozenset({"join", "register", "driver"})
+"""`Hello.role` of a peer that calls the coordinator; every other one calls a shard."""
+
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """First frame on every connection, sent after the peer proved to belong here.

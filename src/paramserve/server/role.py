@@ -39,6 +39,7 @@ from paramserve.debugging import report
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.logs import event
 from paramserve.messages import (
+    COORDINATOR_ROLES,
     AskDebug,
     AskReport,
     Batch,
@@ -188,6 +189,14 @@ class ServerRole:
         if hello.role == "probe":
             self._parties[conn] = -1
             return
+        if hello.role in COORDINATOR_ROLES:
+            raise ProtocolError(
+                f"this is the address of shard {self.config.shard} of {self.config.servers}, and "
+                "not of the cluster's first server, which alone answers here to commands and new "
+                "members",
+                applied="no",
+                fix=f"use the address of the first server, {' or '.join(self.config.coordinator)}",
+            )
         if hello.cluster != self.config.cluster:
             raise ServerGone(
                 f"a {hello.role} of another cluster came to shard {self.config.shard}: the server "

@@ -73,11 +73,30 @@ def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> N
     assert text in told.output
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--until-done",), "number of workers"),
+        (("--timeout", "5"), "until_done"),
+        (("--metrics-port", "0", "--join", "127.0.0.1:1"), "report_to"),
+        (("--heartbeat-s", "2", "--stall-s", "1"), "heartbeat_s"),
+        (("--rules", "os:path"), "takes classes"),
+        (("--advertise", "name:77"), "a host without a port"),
+    ],
+)
+def test_serve_options_that_do_not_fit_exit_with_2(
+    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("token", path := str(tmp_path / "token"))
+    assert main(["serve", "--bind", "127.0.0.1:0", "--token-file", path, *options]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_serve_without_a_port_says_only_that(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call("token", path := str(tmp_path / "token"))
-    assert main(["serve", "--bind", "127.0.0.1", "--token-file", path]) == 1
+    assert main(["serve", "--bind", "127.0.0.1", "--token-file", path]) == 2
     assert "'127.0.0.1' is no place: expected host:port" in capsys.readouterr().err
     assert "without TLS" not in caplog.text
 

@@ -63,7 +63,7 @@ def test_status_without_a_token_or_a_port_tells_one_error_with_what_to_give(
     assert told.count("TCP needs the cluster's token") == 1
     assert "--token-file" in told
     assert "PARAMSERVE_TOKEN_FILE" in told
-    assert main(["status", "127.0.0.1"]) == 1
+    assert main(["status", "127.0.0.1"]) == 2
     assert "'127.0.0.1' is no address: expected HOST:PORT" in capsys.readouterr().err
     assert main(["scale", "127.0.0.1:1", "--workers", "2"]) == 1
     assert not caplog.records, "the error that is raised is not logged as well"
