@@ -17,6 +17,7 @@ from paramserve.errors import shown
 EVENTS: Final[Mapping[str, str]] = {
     # a cluster and its servers
     "serving": "a server is ready at `address`",
+    "metrics": "the first server serves metrics at `address`, a URL",
     "servers-complete": "all servers have registered: workers may come",
     "servers-missing": "servers have not registered for a while: `shards`",
     "server-joined": "the server of a shard has registered, at `address`",

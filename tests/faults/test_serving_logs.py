@@ -6,6 +6,7 @@ import json
 import secrets
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,15 @@ def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFi
     ]
 
 
+def read_events(process: subprocess.Popen[str], last: str) -> list[dict[str, Any]]:
+    """The lines of the log of `serve --log json` up to the one of this event."""
+    assert process.stderr is not None
+    lines: list[dict[str, Any]] = []
+    while not lines or lines[-1]["event"] != last:
+        lines.append(json.loads(process.stderr.readline()))
+    return lines
+
+
 def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
     token = new_token(tmp_path / "token")
     options = ("--bind", "127.0.0.1:0", "--token-file", token, "--workers", "1", "--log", "json")
@@ -81,17 +91,18 @@ def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
         text=True,
     ) as process:
         try:
-            assert process.stdout is not None
-            address = process.stdout.readline().rpartition(" ")[2].strip()
+            (first, serving) = read_events(process, "serving")
+            address = serving["address"]
             with pytest.raises(NotAuthenticated):
                 ps.connect(address, rank=0, token_file=new_token(tmp_path / "other"))
             with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
                 ps.connect(address, rank=0, token_file=token)
-            _, told = process.communicate(timeout=60)
+            output, told = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0
-    lines = [json.loads(line) for line in told.splitlines()]
+    assert output == "", "collectors read both streams as one"
+    lines = [first, serving, *map(json.loads, told.splitlines())]
     assert [line["event"] for line in lines] == [
         "servers-complete",
         "serving",
@@ -120,8 +131,7 @@ def test_serve_until_done_ends_with_its_own_status_when_the_time_is_up(servers: 
         [*COMMAND, "serve", *options, *ending], stdout=-1, stderr=-1, text=True
     ) as process:
         try:
-            assert process.stdout is not None
-            address = process.stdout.readline().rpartition(" ")[2].strip()
+            address = read_events(process, "serving")[-1]["address"]
             with ps.connect(address, rank=0, token_file=servers.token):
                 pass
             with ps.connect(address, rank=1, token_file=servers.token) as worker:
@@ -147,3 +157,7 @@ def test_serve_log_json_tells_why_it_failed(servers: Servers) -> None:
     (line,) = map(json.loads, done.stderr.splitlines())
     assert (line["event"], line["level"], line["error"]) == ("failed", "error", "ParamServeError")
     assert "another process listens there" in line["message"]
+    wrong = ["--bind", "127.0.0.1", *options]
+    done = subprocess.run([*COMMAND, "serve", *wrong], capture_output=True, text=True, timeout=60)
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, line["error"]) == (2, "ValueError")

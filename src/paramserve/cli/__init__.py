@@ -23,17 +23,13 @@ from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
+from paramserve.cli.statuses import INTERRUPTED, status_of
 from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
 from paramserve.observe.view import SHOWS, Show
 
 if TYPE_CHECKING:
     from paramserve.launch import Result
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells count it."""
-WRONG_ARGUMENT = 2
-"""Exit code of a wrong option or argument: a process manager that stops at it is right to."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -341,5 +337,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (ParamServeError, OSError, ValueError, TypeError) as error:
         click.echo(f"paramserve: {type(error).__name__}: {error}", err=True)
-        return WRONG_ARGUMENT if isinstance(error, ValueError | TypeError) else 1
+        return status_of(error)
     return outcome if isinstance(outcome, int) else 0

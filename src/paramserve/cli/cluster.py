@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
 import shlex
@@ -24,11 +25,14 @@ from paramserve.cli.settings import EPILOG, require, take_settings, with_setting
 from paramserve.config import TLS, Credentials, Deadlines, Limits
 from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
+from paramserve.logs import event
 
 if TYPE_CHECKING:
     from paramserve.reporters import Prometheus
 
 F = TypeVar("F", bound=Callable[..., Any])
+logger = logging.getLogger("paramserve")
+
 TOKEN_BYTES = 32
 STATUS_S = 5.0
 """A cluster that does not answer a command for this long is not there."""
@@ -176,16 +180,23 @@ def serve(
             tls=tls,
             checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,
             report_to=reporters,
-            ready=lambda address: _say_serving(address, reporters),
+            ready=lambda address: _announce(log_form, address, reporters),
             **options,
         )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit status tells that it ended in order
 
 
-def _say_serving(address: str, reporters: Sequence[Prometheus]) -> None:
-    click.echo(f"paramserve: serving at {address}")
-    for each in reporters:
-        click.echo(f"paramserve: metrics at http://{each.address}/metrics")
+def _announce(form: str, address: str, reporters: Sequence[Prometheus]) -> None:
+    """Print where the server listens; as JSON both are lines of the log, for collectors read stdout
+    and stderr as one, and "serving" is there already."""
+    urls = [f"http://{each.address}/metrics" for each in reporters]
+    if form == "plain":
+        click.echo(f"paramserve: serving at {address}")
+    for url in urls:
+        if form == "plain":
+            click.echo(f"paramserve: metrics at {url}")
+        else:
+            logger.info("metrics at %s", url, extra=event("metrics", address=url))
 
 
 @click.command()

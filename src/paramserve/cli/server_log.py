@@ -11,12 +11,11 @@ from types import TracebackType
 
 import click
 
+from paramserve.cli.statuses import FAILED, TIMED_OUT, status_of
 from paramserve.errors import ParamServeError, RunTimeout
 from paramserve.logs import JSONFormatter, event
 
 PLAIN = "%(asctime)s %(name)s: %(message)s"
-TIMED_OUT = 124
-"""Exit status where --timeout is over, as that of timeout(1)."""
 logger = logging.getLogger("paramserve")
 
 
@@ -37,8 +36,8 @@ def told(form: str) -> Iterator[None]:
     """In the form "json", an error that ends the command is a line of the log, too.
 
     Raises:
-        click.exceptions.Exit: with status 1 in place of such an error, and in both forms with
-            `TIMED_OUT` in place of `RunTimeout`.
+        click.exceptions.Exit: in place of such an error, and in both forms with `TIMED_OUT` in
+            place of `RunTimeout`.
     """
     try:
         yield
@@ -53,13 +52,13 @@ def told(form: str) -> Iterator[None]:
             raise
         extra = event("failed", error=type(error).__name__)
         logger.error("%s", error, extra=extra)
-        raise click.exceptions.Exit(1) from error
+        raise click.exceptions.Exit(status_of(error)) from error
     except Exception as error:
         if form != "json":
             raise
         extra = event("failed", error=type(error).__name__)
         logger.exception("%s", error, extra=extra)
-        raise click.exceptions.Exit(1) from error
+        raise click.exceptions.Exit(FAILED) from error
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
