@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.faults.test_serving import eventually
 from tests.ray import victims
 
 import paramserve as ps
@@ -69,6 +70,35 @@ def test_job_of_a_task_that_raises_gives_its_cpus_back() -> None:
         ray.get(starts_and_raises.remote())
     states = {group["state"] for group in placement_group_table().values()}
     assert states <= {"REMOVED"}
+
+
+def test_job_of_a_killed_actor_gives_its_room_back() -> None:
+    """Ray itself keeps a placement group until the whole job of its creator has ended."""
+    import ray
+    from ray.util import list_named_actors, placement_group_table
+
+    @ray.remote(num_cpus=0)
+    class Trial:
+        def start(self) -> None:
+            import threading
+
+            import paramserve as ps
+
+            def train(worker: ps.Worker) -> None:
+                threading.Event().wait(60.0)
+
+            self.job = ps.start(train, engine=ps.OnRay())
+            self.job.handle()  # it is up
+
+    def has_left_nothing() -> None:
+        assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+        names = [each["name"] for each in list_named_actors(all_namespaces=True)]
+        assert not [name for name in names if name.startswith("paramserve")]
+
+    trial = Trial.remote()
+    ray.get(trial.start.remote())
+    ray.kill(trial)
+    eventually(has_left_nothing, AssertionError)
 
 
 @pytest.mark.parametrize(

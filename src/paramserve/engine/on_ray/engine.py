@@ -14,6 +14,7 @@ from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
 from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
 from paramserve.engine.on_ray.fleet import RayFleet
+from paramserve.engine.on_ray.keeper import RoomKeeper
 from paramserve.engine.on_ray.room import Layout, check_totals, reserve
 from paramserve.engine.placing import NOTHING, Needs, Servers, Workers, kind_of
 from paramserve.errors import ParamServeError
@@ -109,14 +110,18 @@ class OnRay:
         """
         ray = import_ray()
         tls = self._tls_of()
+        keeper = None
         leave = CONNECTION.enter(ray, self.address, self._init(roles))
         try:
             check_totals(roles, self._needs, self.place_s)
-            placed = reserve(self._layout.groups(roles), self.place_s)
+            keeper = RoomKeeper.of_this_process(self.namespace, self.place_s)
+            placed = reserve(self._layout.groups(roles), self.place_s, keep=keeper.keep)
         except BaseException:
+            if keeper is not None:
+                keeper.close()
             leave()
             raise
-        return RayFleet(self._layout, roles, placed, tls, leave, environment)
+        return RayFleet(self._layout, roles, placed, keeper, tls, leave, environment)
 
     def _init(self, roles: Sequence[str]) -> Mapping[str, Any]:
         """Arguments for `ray.init`. A Ray that is started for these roles alone counts as many

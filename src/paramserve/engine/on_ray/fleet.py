@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paramserve.config import TLS
 from paramserve.engine.base import Ended, Event, Role
+from paramserve.engine.on_ray.keeper import RoomKeeper
 from paramserve.engine.on_ray.process import RayProcess, wait_for_news
 from paramserve.engine.on_ray.room import Layout, Place, remove, reserve
 from paramserve.engine.placing import NOTHING, Group, kind_of
@@ -30,6 +31,7 @@ class RayFleet:
         layout: Layout,
         roles: Sequence[str],
         placed: Sequence[tuple[Group, PlacementGroup]],
+        keeper: RoomKeeper,
         tls: TLS | None,
         leave: Callable[[], None],
         environment: Mapping[str, str],
@@ -37,6 +39,7 @@ class RayFleet:
         self.tls = tls
         self._environment = environment
         self._layout = layout
+        self._keeper = keeper
         self._leave = leave
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, Place] = {}
@@ -84,7 +87,13 @@ class RayFleet:
                 lacking = [name for name in names if name not in self._places]
             nodes = [place.node() for place in servers] if lacking else []
             groups = self._layout.more(lacking, nodes)
-            placed = reserve(groups, self._layout.place_s, set(nodes), lambda: self._closed)
+            placed = reserve(
+                groups,
+                self._layout.place_s,
+                set(nodes),
+                lambda: self._closed,
+                keep=self._keeper.keep,
+            )
             with self._lock:
                 self._given_back.difference_update(names)
                 self._add(placed)
@@ -137,6 +146,7 @@ class RayFleet:
             for process in everyone:
                 process.forget()
             remove(self._groups)
+            self._keeper.close()
             self._leave()
 
     def _create(self, name: str) -> RayProcess:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paramserve.engine.on_ray.control import RETRY_S, kill_actor
-from paramserve.engine.on_ray.process import remote
-from paramserve.engine.on_ray.room import what_there_is
-from paramserve.errors import CannotPlace, NameTaken, ParamServeError
+from paramserve.engine.on_ray.process import await_actor, remote
+from paramserve.errors import NameTaken
 
 NAME_S = 5.0
 """Ray needs moments to notice that the owner of a name is dead."""
@@ -33,27 +32,9 @@ def publish(name: str, data: bytes, namespace: str, place_s: float) -> Any:
         CannotPlace: the actor was not up after `place_s`. Nothing is left in the cluster.
         ParamServeError: it has died. Nothing is left in the cluster.
     """
-    import ray
-
     actor = _take(name, data, namespace)
-    try:
-        ray.get(actor.data.remote(), timeout=place_s)
-    except BaseException as error:
-        kill_actor(actor)
-        if isinstance(error, ray.exceptions.GetTimeoutError):
-            raise CannotPlace(
-                f"the Ray cluster did not start the process that keeps the name {name!r} "
-                f"within {place_s:g} s. {what_there_is()}",
-                fix="look whether its nodes can start processes (`ray status`), add nodes, or "
-                "raise place_s where nodes are being added",
-            ) from error
-        if isinstance(error, ray.exceptions.RayError):
-            raise ParamServeError(
-                f"the process that keeps the name {name!r} could not be started, or has died: "
-                f"{error}",
-                fix="look at Ray's logs of its node for why, and publish again",
-            ) from error
-        raise
+    what = f"process that keeps the name {name!r}"
+    await_actor(actor, actor.data.remote(), place_s, what)
     return actor
 
 

@@ -19,6 +19,7 @@ from paramserve.engine.hosting import Heard, Host, silence_stops
 from paramserve.engine.on_ray.control import CONTROL_S, LOOK_S, RETRY_S, bounded, kill_actor
 from paramserve.engine.on_ray.room import Place, what_there_is
 from paramserve.engine.placing import Needs
+from paramserve.errors import CannotPlace, ParamServeError
 
 CONTROL_THREADS = 3
 """One tells the driver, one may still do so over a broken connection, one stops the entry."""
@@ -50,6 +51,35 @@ def _class(kind: type, groups: tuple[tuple[str, int], ...]) -> Any:
 def remote(kind: type, groups: Mapping[str, int]) -> Any:
     """The actor class; each is exported to the cluster once."""
     return _class(kind, tuple(groups.items()))
+
+
+def await_actor(actor: Any, result: Any, place_s: float, what: str) -> None:
+    """Wait for the first result of an actor that has just been made.
+
+    Args:
+        what: the actor is, for errors.
+    Raises:
+        CannotPlace: it was not up after `place_s`. Nothing is left in the cluster.
+        ParamServeError: it has died. Nothing is left in the cluster.
+    """
+    import ray
+
+    try:
+        ray.get(result, timeout=place_s)
+    except BaseException as error:
+        kill_actor(actor)
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            raise CannotPlace(
+                f"the Ray cluster did not start the {what} within {place_s:g} s. {what_there_is()}",
+                fix="look whether its nodes can start processes (`ray status`), add nodes, or "
+                "raise place_s where nodes are being added",
+            ) from error
+        if isinstance(error, ray.exceptions.RayError):
+            raise ParamServeError(
+                f"the {what} could not be started, or has died: {error}",
+                fix="look at Ray's logs of its node for why, and try again",
+            ) from error
+        raise
 
 
 class RayProcess:

@@ -76,12 +76,15 @@ def reserve(
     place_s: float,
     taken: Iterable[str] = (),
     closed: Callable[[], bool] = lambda: False,
+    *,
+    keep: Callable[[PlacementGroup], None] = lambda group: None,
 ) -> list[tuple[Group, PlacementGroup]]:
     """Reserve room for all groups, or for none.
 
     Args:
         taken: nodes that groups which are to be apart must not be on.
         closed: whether it is no longer needed.
+        keep: is told each group as soon as there is one.
     Raises:
         CannotPlace: there is none after `place_s`.
         RuntimeError: it was closed meanwhile.
@@ -103,6 +106,7 @@ def reserve(
                 bundle_label_selector=labels if any(labels) else None,
             )
             placed.append((group, made))
+            keep(made)
             while not made.wait(LOOK_S):
                 if closed():
                     raise RuntimeError("this fleet is closed")
