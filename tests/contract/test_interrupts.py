@@ -5,6 +5,7 @@ Afterwards the client works, or says that it was closed; and what was acknowledg
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import signal
@@ -117,6 +118,14 @@ class Pull(Trial):
         self.client.pull("w")
 
 
+class AwaitedPush(Trial):
+    def act(self) -> None:
+        asyncio.run(self._await())
+
+    async def _await(self) -> None:
+        await self.client.push("w", np.ones(SIZE))
+
+
 class SyncStep(Trial):
     """Of the only worker: its push is kept here until the step ends."""
 
@@ -189,7 +198,8 @@ def workers_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -
 
 
 @pytest.fixture(
-    params=[PushPull, Pull, SyncStep, Define, TablePush], ids=lambda kind: kind.__name__
+    params=[PushPull, Pull, AwaitedPush, SyncStep, Define, TablePush],
+    ids=lambda kind: kind.__name__,
 )
 def trial(
     request: pytest.FixtureRequest, workers_cluster: RoleCluster, tables_ready: None

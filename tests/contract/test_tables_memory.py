@@ -126,6 +126,23 @@ def test_threads_pull_and_push_at_once(cluster: RoleCluster) -> None:
     assert in_use(client) == 0
 
 
+def test_call_that_another_thread_closes_the_client_under_raises_that(
+    make_cluster: MakeCluster,
+) -> None:
+    client = make_cluster("unix", servers=2).client()
+    table = users(client)
+    client.define("w", np.zeros(9), rule=Add())
+    rows = [table.pull(np.arange(500))]
+    returned = client.connection.exchange.returned
+    client.connection.exchange.close()  # as behind the checks that a call begins with
+    del rows[:]  # goes back to the memory that was let go of
+    assert returned
+    for call in (lambda: table.pull(np.arange(500)), lambda: client.push_pull({"w": np.ones(9)})):
+        with pytest.raises(ClientClosed):
+            call()
+    assert not client.connection.exchange._pool.unused()  # and no new memory was made
+
+
 # --- what was asked for ahead -------------------------------------------------------------------
 
 

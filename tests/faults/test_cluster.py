@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -35,6 +37,20 @@ def test_cluster_holds_values_and_closes_its_clients() -> None:
         with pytest.raises(ClientClosed, match="was closed"):
             cluster.client()
         del first, second
+
+
+def test_clients_that_the_program_has_closed_are_freed() -> None:
+    with ps.Cluster() as cluster:
+        handle = cluster.handle()
+        closed: list[weakref.ref[ps.Client]] = []
+        for connect in (cluster.client, handle.connect, cluster.client):
+            client = connect()
+            client.close()
+            closed.append(weakref.ref(client))
+        client = cluster.client()
+        gc.collect()
+        assert [each() for each in closed] == [None] * 3
+        assert not client.closed
 
 
 def test_cluster_closes_when_the_block_raises() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from paramserve.client.links import (
     Links,
     ReachedShard,
     Slot,
+    again,
 )
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, Operation, SlotPool
@@ -129,9 +129,6 @@ class Exchange(Links):
         """When the wait began that is under way, the latest of them; None: there is none."""
         self._mute_at = self.now()
         """When a shard that listens was last tried in vain."""
-        self._reason: ParamServeError | None = None
-        """Why it was closed, if the program did not close it."""
-        self._pid = os.getpid()
         self._add_arena(FIRST_ARENA_BYTES)
         try:
             for shard in self.shards:
@@ -594,18 +591,6 @@ class Exchange(Links):
         self._closed = True
         self._lock = threading.RLock()  # Another thread of the parent may have held the old one.
         self._condition = threading.Condition(self._lock)
-
-    def _ended(self) -> ParamServeError:
-        if os.getpid() != self._pid:
-            return forks.forked(f"shard {self.shards[0].addresses[0]}", self._pid)
-        if self._reason is not None:
-            return again(self._reason)
-        return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
-
-
-def again(error: ParamServeError) -> ParamServeError:
-    """A fresh copy of an error that is raised more than once: each has its own traceback."""
-    return rebuild(type(error).__name__, error.failed, error.applied, error.fix)
 
 
 def done(operation: Operation) -> list[Done]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import select
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ from paramserve.core.client_session import ClientSession, SlotPool
 from paramserve.core.partition import Block
 from paramserve.core.polling import SHARED_S, AdaptivePolling
 from paramserve.errors import (
+    ClientClosed,
     ConnectTimeout,
     Overloaded,
     ParamServeError,
@@ -42,6 +44,7 @@ from paramserve.messages import (
     ShardRequest,
     encode,
 )
+from paramserve.transport import forks
 from paramserve.transport.arena import RESERVED_BYTES, Arena
 from paramserve.transport.dial import is_unix
 from paramserve.transport.framing import header_not_sent
@@ -229,6 +232,9 @@ class Links:
         self.payloads = Payloads(self.blocks, self._arenas)
         self._lock = threading.RLock()
         self._closed = False
+        self._reason: ParamServeError | None = None
+        """Why it was closed, if the program did not close it."""
+        self._pid = os.getpid()
         self._timing = timing
         self.now = timing.monotonic
         self._poll = timing.poller()
@@ -249,6 +255,19 @@ class Links:
         """The same for what the owner knows besides, under the owner's lock: set and cleared
         there, looked at by `Exchange.check_whole`."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+        return self._closed
+
+    def _ended(self) -> ParamServeError:
+        """The error of a call after that."""
+        if os.getpid() != self._pid:
+            return forks.forked(f"shard {self.shards[0].addresses[0]}", self._pid)
+        if self._reason is not None:
+            return again(self._reason)
+        return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
+
     # --- slots -------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> Slot:
@@ -256,6 +275,7 @@ class Links:
 
         Raises:
             Overloaded: there is no memory for it, or a server refuses to map more.
+            ClientClosed: the client was closed.
         """
         return self.take_each([nbytes])[0]
 
@@ -267,6 +287,8 @@ class Links:
         """
         slots: list[Slot] = []
         with self._lock:
+            if self._closed:  # by another thread: what is lent is of no pool any more
+                raise self._ended()
             if self.returned:
                 self._take_returned()
             self._takes += 1
@@ -526,3 +548,8 @@ def _place(addresses: Sequence[str]) -> str:
     """What a user knows a server by: its `host:port`, if it has one."""
     places = [each.removeprefix("tcp:") for each in addresses if not is_unix(each)]
     return places[0] if places else addresses[0]
+
+
+def again(error: ParamServeError) -> ParamServeError:
+    """A fresh copy of an error that is raised more than once: each has its own traceback."""
+    return rebuild(type(error).__name__, error.failed, error.applied, error.fix)

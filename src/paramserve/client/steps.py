@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
+from paramserve.client.awaiting import AwaitedSteps
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.exchange import Exchange, Slot, again, done
@@ -82,6 +83,7 @@ class Steps(ClientClocks):
 
     Attributes:
         waits: for answers.
+        awaited: what tasks of an event loop wait for.
         versions: read last, by group number and shard.
         first: whether the cluster was started with this rank, and did not go on without it: it is a
             member of groups that are defined after it has come.
@@ -108,6 +110,7 @@ class Steps(ClientClocks):
     ) -> None:
         super().__init__(terms)
         self.waits = waits
+        self.awaited = AwaitedSteps(waits, exchange)
         self.versions: dict[int, list[int]] = {}
         self.first = True
         self.resumed: dict[str, int] = {}

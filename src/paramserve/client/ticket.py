@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,10 @@ class Outcome(Struct):
 class Ticket(Struct, eq=False, weakref=True):
     """The outcome of a push or a step, when it is there.
 
-    An error that is not read from its ticket is raised by the client's next call.
+    `await ticket` waits as `result()` does, and takes no thread of the event loop's executor.
+
+    An error that is not read from its ticket, as where an await was cancelled, is raised by the
+    client's next call.
     """
 
     _client: Steps
@@ -118,8 +120,14 @@ class Ticket(Struct, eq=False, weakref=True):
         return None if self.operation is None else self.operation.error
 
     def __await__(self) -> Generator[Any, None, Outcome]:
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(None, self.result).__await__()
+        yield from self._until_answered()
+        return self.result()  # of a task that was cancelled before, the error stays unread
+
+    def _until_answered(self) -> Generator[Any, None, None]:
+        for other in self.others:
+            yield from other._until_answered()
+        if self.operation is not None and not self.done():
+            yield from self._client.awaited.until_answered(self.operation, self.what, self.group)
 
 
 def finish(ticket: Ticket, timeout_s: float | None) -> None:

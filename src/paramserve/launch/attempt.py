@@ -53,7 +53,7 @@ class Attempt:
     Attributes:
         served: set once coordinator and servers are up, and when nothing is to wait for that.
         up_by: when they have to be.
-        clients: of this process.
+        clients: of this process; those that the program has closed go when the next one comes.
         kept: of its servers.
         collecting: the thread that reads them at the end; None: none does yet.
         collect_error: what ended that one.
@@ -158,6 +158,7 @@ class Attempt:
         with self._clients_lock:
             why = self._closed_for
             if why is None:
+                self.clients = [each for each in self.clients if not each.closed]
                 self.clients.append(client)
                 return client
         client.close()

@@ -184,6 +184,26 @@ def _without_a_place(entry: Entry) -> CannotPlace | None:
     return CannotPlace(failure.failed, applied="no", fix=failure.fix)
 
 
+AGAIN_WITH_CHECKPOINTS = (
+    "start the run again, with ps.run(..., checkpoint=path): then it goes on by itself"
+)
+"""What a lost server needs, in a run without checkpoints."""
+KILLED = "A kill without a message is often the system short of memory"
+
+
+def ends_despite_checkpoints(error: ParamServeError, times: int) -> None:
+    """Say in the error of a lost coordinator or server how a run goes on that has a folder of
+    checkpoints, and does not go on by itself.
+
+    Args:
+        times: that it has gone back to one checkpoint; 0: it never goes back.
+    """
+    again = "start the run again with resume=True: it goes on from its newest checkpoint"
+    if times:
+        again = f"look why processes have ended {times} times since that checkpoint, then {again}"
+    error.fix = error.fix.replace(AGAIN_WITH_CHECKPOINTS, again)
+
+
 def gone(entry: Entry) -> ParamServeError:
     """The error for a coordinator or server that has ended."""
     unplaced = _without_a_place(entry)
@@ -192,10 +212,7 @@ def gone(entry: Entry) -> ParamServeError:
     failure = entry.failure
     if failure is not None and issubclass(KINDS.get(failure.kind, Exception), _OF_CHECKPOINTS):
         return rebuild(failure.kind, failure.failed, failure.applied, failure.fix)
-    fix = (
-        "start the run again, with ps.run(..., checkpoint=path): then it goes on by itself. A kill "
-        "without a message is often the system short of memory"
-    )
+    fix = f"{AGAIN_WITH_CHECKPOINTS}. {KILLED}"
     if entry.failure is not None and entry.failure.fix:
         fix = entry.failure.fix
     kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone

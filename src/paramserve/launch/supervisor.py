@@ -38,6 +38,7 @@ from paramserve.launch.entries import (
     COORDINATOR,
     Entry,
     Key,
+    ends_despite_checkpoints,
     over,
     started_again,
     stopped,
@@ -516,9 +517,11 @@ class Supervisor:
                 last = self.rollbacks.pop()
                 self._note_rollback(last.error, last.clocks_before, self._updates, self._fell_at)
             return self._begin_again(error)
-        lost = isinstance(error, ServerGone | CoordinatorGone)
+        if not isinstance(error, ServerGone | CoordinatorGone):
+            return False
         up = attempt.served.is_set() or bool(self.rollbacks)
-        if not (lost and up and recovery.resumes):
+        if not (up and recovery.resumes):
+            ends_despite_checkpoints(error, 0)
             return False
         self.state = "resuming"
         if isinstance(error, ServerGone) and self.overview.error is None:
@@ -530,6 +533,7 @@ class Supervisor:
             raise none_left from error
         if not goes_on:
             say(f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends")
+            ends_despite_checkpoints(error, SAME_MAX + 1)
             return False
         groups = trained_only(by_group(self.overview.beats))
         clocks = {name: group.clock for name, group in groups.items()}

@@ -177,6 +177,9 @@ def test_run_ends_with_its_server(begin: Callable[..., Run], when: str) -> None:
     assert run.supervisor.ended.wait(10.0)
     assert isinstance(run.supervisor.error, ServerGone)
     assert len(run.engine.roles) == 4
+    if when != "it is stopped":
+        assert "checkpoint=" not in run.supervisor.error.fix  # it has that
+        assert "resume=True" in run.supervisor.error.fix
 
 
 def test_same_checkpoint_is_not_gone_back_to_for_ever(begin: Callable[..., Run]) -> None:
@@ -189,6 +192,9 @@ def test_same_checkpoint_is_not_gone_back_to_for_ever(begin: Callable[..., Run])
     assert run.supervisor.ended.wait(10.0)
     assert isinstance(run.supervisor.error, ServerGone)
     assert len(run.supervisor.rollbacks) == SAME_MAX
+    assert "checkpoint=" not in run.supervisor.error.fix
+    assert f"ended {SAME_MAX + 1} times" in run.supervisor.error.fix
+    assert "resume=True" in run.supervisor.error.fix
 
 
 def test_checkpoint_that_a_server_finds_damaged_is_left_out(
