@@ -77,9 +77,16 @@ def free_port() -> int:
 def missing(shown: str, printed: str) -> list[str]:
     """Lines that a page shows and a program did not print; numbers may be others, and "..." stands
     for anything."""
-    lines = [" ".join(NUMBER.sub("N", line).split()) for line in printed.splitlines()]
-    patterns = [" ".join(NUMBER.sub("N", line).split()) for line in shown.splitlines()]
-    expected = [".*".join(map(re.escape, each.split("..."))) for each in patterns]
+
+    def plain(text: str) -> str:
+        return re.sub(r"\s+", " ", NUMBER.sub("N", text))
+
+    lines = [plain(line).strip() for line in printed.splitlines()]
+    expected = [
+        # First what "..." parts: its dots behind a digit would be taken as the number's.
+        ".*".join(re.escape(plain(part)) for part in line.strip().split("..."))
+        for line in shown.splitlines()
+    ]
     return [each for each in expected if not any(re.fullmatch(each, line) for line in lines)]
 
 
