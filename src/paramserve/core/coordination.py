@@ -670,7 +670,7 @@ class Coordination:
         page = self._page(start - self._first_record)
         return Status(
             message.call,
-            self.membership.snapshot().members,
+            self.membership.present(),
             tuple(entry.beat for _, entry in sorted(self.membership.servers.items())),
             self.membership.silent_servers(self._now, self.config.deadlines.stall_s),
             page,

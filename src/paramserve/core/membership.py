@@ -331,6 +331,12 @@ class Membership:
             if entry.lost or now - entry.heard_at > stall_s
         )
 
+    def present(self) -> tuple[Member, ...]:
+        """The ranks that are expected or have ever joined: one that the cluster was scaled below
+        before it came is none of its workers."""
+        everyone = self.snapshot().members
+        return tuple(each for each in everyone if each.incarnation or each.state != LEFT)
+
     def snapshot(self) -> Members:
         """The membership, whole, as it is sent to the servers."""
         members = tuple(member for _, member in sorted(self.members.items()))

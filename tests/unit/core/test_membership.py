@@ -225,6 +225,7 @@ def test_scale_down_asks_the_living_to_end_and_waits_for_nobody_else(
     before = one.number
     one.scale(1)
     assert states(one) == [EXPECTED, after]
+    assert len(one.present()) == (1 if state == EXPECTED else 2), "one that never came is no worker"
     assert (one.number > before) == (state != after)
     assert one.overdue(99.0, 1.0) == []
 
