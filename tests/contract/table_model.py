@@ -173,7 +173,7 @@ class ModelServer:
         self, rows_max: int, lru: bool, ttl: int, needed: int, fresh: Callable[[int], Row]
     ) -> None:
         self.rows: dict[int, Row] = {}
-        self.dropped = self.created = self.evicted = 0
+        self.dropped = self.created = self.evicted = self.deleted = 0
         self._pushes: dict[int, int] = {}
         self._rows_max, self._lru, self._ttl, self._needed = rows_max, lru, ttl, needed
         self._fresh = fresh
@@ -218,6 +218,16 @@ class ModelServer:
             self.rows[key].used = self._clock
         self.created += len(new)
         return True
+
+    def delete(self, keys: Sequence[int], clock: int) -> int:
+        """Forget all of some keys; how many rows there were."""
+        self.use(keys, clock, "read")
+        removed = {key for key in keys if key in self.rows}
+        for key in keys:
+            self.rows.pop(key, None)
+            self._pushes.pop(key, None)
+        self.deleted += len(removed)
+        return len(removed)
 
     def _drop(self, keys: list[int]) -> None:
         for key in keys:

@@ -232,6 +232,7 @@ def train(client: Client, number: int) -> None:
             ids = np.unique(chosen.integers(0, 200, 30))
             table.push(ids, chosen.normal(size=(ids.size, DIM)).astype(np.float32))
             table.pull(chosen.integers(0, 200, 10))
+            table.delete(chosen.integers(0, 200, 8))
         client.tick(group=name)
     client.pull(["w"])
 
@@ -263,7 +264,8 @@ def rows(cluster: RoleCluster) -> dict[str, Any]:
             for some, counts in waiting.entries() if waiting is not None else ():
                 counted |= {int(k): int(n) for k, n in zip(some, counts, strict=True) if n}
             report = block.report()
-            told = np.array([report.created, report.evicted, report.unadmitted])
+            went = (report.evicted, report.deleted)
+            told = np.array([report.created, *went, report.unadmitted])
             found[f"{name} told"] = [*(found.get(f"{name} told", 0) + told)]
     return found
 
@@ -307,6 +309,7 @@ def nothing(*arguments: Any) -> None:
     [
         ("core.table.changes.RowChanges.before", nothing, "half"),
         ("core.table.changes.RowChanges.gone", nothing, "ttl"),
+        ("core.table.changes.RowChanges.gone", nothing, "half"),
         ("checkpoint.rows._update", nothing, "ttl"),
         ("checkpoint.shard_reader.LoadedTable.uses", nothing, "lru"),
         ("checkpoint.shard_reader.LoadedTable.candidates", None, "admit"),

@@ -13,8 +13,9 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import KINDS, RoleCluster
 
-from paramserve.client import Client
+from paramserve.client import Client, keyed
 from paramserve.client.table import Table
+from paramserve.consistency.built_in import Sync
 from paramserve.core.table.options import Constant, Normal, Uniform, Zeros
 from paramserve.rules import SGD, Adagrad, Adam, Add
 
@@ -73,6 +74,7 @@ def test_empty_batches_do_nothing(cluster: RoleCluster) -> None:
     table.push(np.empty(0, np.int64), np.empty((0, DIM), np.float32)).result()
     table.prefetch([])
     table.put([], np.empty((0, DIM)))
+    assert (table.delete([]), table.contains(np.empty((2, 0), int)).shape) == (0, (2, 0))
     assert (len(table), list(table.scan()), table.keys().tolist()) == (0, [], [])
 
 
@@ -125,6 +127,62 @@ def test_large_batches_reach_every_shard_and_come_back(cluster: RoleCluster) -> 
     shares = [report.rows for report in table.reports()]
     assert sum(shares) == len(table) == 20_000
     assert min(shares) > 0.45 * 20_000 / len(shares) * 2 * 0.9
+
+
+# --- deleted ----------------------------------------------------------------------------------
+
+
+def test_deleted_rows_are_gone_with_their_state_and_come_as_new_ones(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Adagrad(lr=1.0), init=Uniform(-1.0, 1.0))
+    initial, keys = table.pull(EDGES, create=False), np.array([[0, -1], [7, 0]])
+    table.push(EDGES, ones(7)).result()
+    once = whole(table)
+    table.push(EDGES, ones(7))
+    assert table.contains(keys).tolist() == [[True, True], [False, True]]
+    assert table.delete(keys) == 2, "behind the push, which is not read yet"
+    assert table.contains(keys).tolist() == [[False, False], [False, False]]
+    assert sorted(table.keys()) == sorted(EDGES[2:])
+    assert np.array_equal(table.pull(EDGES[:2], create=False), initial[:2])
+    assert (table.delete(keys), len(table)) == (0, 5), "nothing is created by that"
+    table.delete(EDGES)
+    table.push(EDGES, ones(7)).result()
+    for before, after in zip(once, whole(table), strict=True):
+        assert np.array_equal(before, after)
+    table.delete([0])
+    table.put([0], 5 * ones(1))
+    assert table.pull(0).tolist() == [5.0] * DIM
+    assert sum(report.deleted for report in table.reports()) == 8
+
+
+def test_many_keys_are_deleted_and_looked_for(
+    cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed, "NAMED_KEYS", 1000)
+    table = users(cluster.client(), rule=Add(), init=Zeros())
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 5_000)
+    table.push(keys, ones(5_000)).result()
+    assert table.delete(np.concatenate([keys[::2], keys[:100]])) == 2_550
+    expected = np.arange(5_000) % 2 == 1
+    expected[:100] = False
+    assert np.array_equal(table.contains(keys), expected)
+    assert sorted(table.keys()) == sorted(keys[expected])
+    table.push(keys, ones(5_000)).result()
+    assert np.array_equal(table.pull(keys), ones(5_000) * (1.0 + expected[:, None]))
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_delete_beside_gradients_that_wait_for_their_clock(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    """Under Sync they are applied behind it, as they are behind a put."""
+    client = make_cluster(kind, servers=2, workers=1).client(0)
+    table = users(client, rule=Add(), consistency=Sync())
+    table.put([1, 2], 5 * ones(2))
+    table.push([1], ones(1))
+    assert table.delete([1, 2]) == 2
+    client.tick("users").result()
+    assert table.contains([1, 2]).tolist() == [True, False]
+    assert table.pull([1, 2], create=False)[:, 0].tolist() == [2.0, 1.0]
 
 
 # --- the same bits everywhere -----------------------------------------------------------------

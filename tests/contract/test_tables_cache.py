@@ -68,6 +68,20 @@ def test_cache_that_keeps_what_was_pushed_reads_it_when_it_is_too_old(cluster: R
     assert seen == [1.0, 1.0, 3.0, 3.0, 5.0]
 
 
+def test_no_copy_of_a_row_that_was_deleted_here_is_read(cluster: RoleCluster) -> None:
+    table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9, keep_pushed=True)
+    table.put(np.arange(6), 5 * ones(6))
+    table.pull([1, 2])
+    table.prefetch([2, 3])
+    table.prefetch([4, 5])
+    assert table.delete([2, 3]) == 2
+    assert table.pull([1, 2])[:, 0].tolist() == [5.0, 1.0]
+    assert table.pull([2, 3])[:, 0].tolist() == [1.0, 1.0]
+    before = calls_of(table.client)
+    assert table.pull([4, 5])[:, 0].tolist() == [5.0, 5.0]
+    assert calls_of(table.client) == before, "it was asked for ahead, and is there"
+
+
 def test_cache_does_not_keep_what_was_prefetched_before_a_push_to_it(cluster: RoleCluster) -> None:
     table = users(cluster.client(), rule=Add()).cache_rows(100, clocks=9)
     table.prefetch([1, 2, 3])

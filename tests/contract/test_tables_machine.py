@@ -32,6 +32,7 @@ from paramserve.client import Client
 from paramserve.client.table import Table
 from paramserve.compiling import load_table
 from paramserve.core.table.options import LRU, TTL, Constant, MinCount, Normal, Uniform, Zeros
+from paramserve.core.table.store import Purpose, RowStore
 from paramserve.errors import NonFinite, TableFull
 from paramserve.rules import FTRL, SGD, Adagrad, Adam, Add, RowAdagrad, Rule
 from paramserve.rules.rows import row_layout
@@ -292,6 +293,31 @@ class TableMachine(RuleBasedStateMachine):
                 new = (old.state, old.count) if state is None else (whole[0][i], int(whole[1][i]))
                 owner.rows[key] = Row(values[i], *new, old.used)
 
+    @rule(keys=st.lists(key, max_size=3), pushed=batches, who=who, cut=st.none() | shards)
+    def delete(self, keys: list[int], pushed: list[int], who: int, cut: int | None) -> None:
+        """Behind a push that is under way, maybe over a connection that is cut."""
+        full = self.use(list(dict.fromkeys(pushed)), "push")
+        ticket = self.tables[who].push(pushed, np.ones((len(pushed), DIM), np.float32))
+        if full:
+            with self.fails(full):
+                ticket.result()
+        for key in dict.fromkeys(pushed):
+            rows = self.owner(key).rows
+            if key in rows and self.owner(key) not in full:
+                total = np.full(DIM, pushed.count(key), np.float32)
+                rows[key] = updated(self.rule, rows[key], total)
+        if cut is not None:
+            self.cut(cut, who)
+        removed = 0
+        for server in self.model:
+            removed += server.delete([k for k in keys if self.owner(k) is server], self.clock)
+        assert self.tables[who].delete(keys) == removed
+        if not full:
+            ticket.result()
+        found = self.tables[who].contains(KEYS)
+        self.use(KEYS, "read")
+        assert found.tolist() == [key in self.owner(key).rows for key in KEYS]
+
     @rule(clocks=st.integers(1, 2))
     def tick(self, clocks: int) -> None:
         for _ in range(clocks):
@@ -326,7 +352,8 @@ class TableMachine(RuleBasedStateMachine):
             assert count == (expected.count if counted(self.rule) else 0), (key, count, expected)
         for report, server in zip(self.tables[who].reports(), self.model, strict=True):
             assert report.rows == len(server.rows)
-            assert (report.created, report.evicted) == (server.created, server.evicted)
+            went = (report.evicted, report.deleted)
+            assert (report.created, *went) == (server.created, server.evicted, server.deleted)
             assert report.unadmitted == server.dropped
 
     def teardown(self) -> None:
@@ -366,12 +393,29 @@ def test_table_does_what_a_dictionary_does_in_long_runs(make_cluster: MakeCluste
 
 
 @pytest.mark.usefixtures("_rules_ready")
-@pytest.mark.parametrize("wrong", ["order of use", "count of updates"])
+@pytest.mark.parametrize("wrong", ["order of use", "count of updates", "state of a deleted row"])
 def test_machine_finds_what_is_wrong(
     make_cluster: MakeCluster, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that forgets something differs from the table: the machine is worth something."""
+    """A model that forgets something differs from the table, as does a table that does not: the
+    machine is worth something."""
     use, update = ModelServer.use, table_model.updated
+    delete, make, kept = RowStore.delete, RowStore._new_rows, dict[tuple[int, int], Any]()
+
+    def keeps_state(store: RowStore, keys: Any, clock: int) -> int:
+        rows = store.take(keys, clock, Purpose.READ).rows
+        state = store.read_state(rows[rows >= 0])[0]
+        for key, each in zip(keys[rows >= 0].tolist(), state, strict=True):
+            kept[id(store), key] = each.copy()
+        return delete(store, keys, clock)
+
+    def finds_state(store: RowStore, keys: Any) -> Any:
+        rows, layout = make(store, keys), store.layout
+        for row, key in zip(rows.tolist(), keys.tolist(), strict=True):
+            if (id(store), key) in kept:
+                end = layout.value_words + layout.state_words
+                store._rows.array[row, layout.value_words : end] = kept.pop((id(store), key))
+        return rows
 
     def forgets_order(server: ModelServer, keys: list[int], clock: int, why: str) -> bool:
         order = list(server.rows)
@@ -386,7 +430,10 @@ def test_machine_finds_what_is_wrong(
 
     if wrong == "order of use":
         monkeypatch.setattr(ModelServer, "use", forgets_order)
-    else:
+    elif wrong == "count of updates":
         monkeypatch.setitem(globals(), "updated", forgets_count)
+    else:
+        monkeypatch.setattr(RowStore, "delete", keeps_state)
+        monkeypatch.setattr(RowStore, "_new_rows", finds_state)
     with pytest.raises(AssertionError):
         check(make_cluster, settings(QUICK, max_examples=60, phases=[Phase.generate]), ["Adam"])

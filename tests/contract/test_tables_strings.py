@@ -78,6 +78,26 @@ def test_labels_are_kept_by_every_client_and_read_by_others(make_cluster: MakeCl
     assert table.labels("anna") == ["anna"]
 
 
+def test_labels_of_deleted_rows_go_and_come_again(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labels, "LOOK_KEYS", 4)
+    cluster = make_cluster(servers=2)
+    table, other = (users(cluster.client(), labels=True) for _ in range(2))
+    table.pull(NAMES), other.pull(NAMES)
+    assert table.contains([["anna", "cy"]]).tolist() == [[True, False]]
+    assert table.delete(["anna", "cy", "anna"]) == 1
+    keys = table.keys_of(["bo"]).tolist() + ps.keys_of(["anna"]).tolist()
+    assert other.labels(keys) == ["bo", ""]
+    assert table.contains("anna").tolist() is False
+    table.pull(["anna"])
+    assert other.labels(keys) == ["bo", "anna"]
+    table.delete(keys)
+    for _ in range(3):  # a client that did not delete it notices before long
+        other.pull(NAMES)
+    assert table.labels(keys) == ["bo", "anna"]
+
+
 def test_reads_that_create_nothing_leave_no_label(make_cluster: MakeCluster) -> None:
     client = make_cluster().client()
     table = users(client, labels=True)

@@ -95,6 +95,7 @@ class LoadedTable:
         self.clock = max(each.clock for each in every)
         self.created = sum(each.created for each in counted)
         self.evicted = sum(each.evicted for each in counted)
+        self.deleted = sum(each.deleted for each in counted)
         self._waits = every[0].waits
 
     @property

@@ -45,6 +45,7 @@ class TableRecord(Struct, frozen=True):
     evicted: int
     waits: bool
     """Whether keys wait for admission to it."""
+    deleted: int = 0
 
 
 class SumRecord(Struct, frozen=True):

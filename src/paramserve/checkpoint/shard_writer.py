@@ -143,6 +143,7 @@ def _record(
                 each.created,
                 each.evicted,
                 each.admits,
+                each.deleted,
             )
             for each in tables
         ),

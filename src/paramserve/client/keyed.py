@@ -34,10 +34,19 @@ from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
 from paramserve.config import LABELS
 from paramserve.core.partition import Block
+from paramserve.core.table import routing
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.parts import Records, records_at, records_bytes
+from paramserve.core.table.parts import Records, lying, padded, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError
-from paramserve.messages import Put, Scan, ShardRequest, TableReport
+from paramserve.messages import (
+    Contains,
+    Delete,
+    Done,
+    Put,
+    Scan,
+    ShardRequest,
+    TableReport,
+)
 from paramserve.rules.add import Add
 from paramserve.rules.base import Hyper
 
@@ -45,6 +54,8 @@ Array = npt.NDArray[Any]
 
 SCAN_ROWS_MIN = 1024
 """A scan looks at this many rows at a time at least, if it may: some can be free."""
+NAMED_KEYS = 1 << 18
+"""Keys in one message, of those that are looked for or deleted: 2 MiB."""
 STAGED_ROWS_MAX = 1 << 24
 """Rows of one table that may wait for its tick, under a policy that collects."""
 
@@ -398,6 +409,63 @@ class Keyed:
                 requests.append(Put(0, block.id, count, width, slot.arena, slot.offset + offset))
                 offset += sizes[shard]
             self._steps.finish("assign", requests, timeout_s, [slot])
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def delete(self, block: Block, keys: Array, timeout_s: float | None) -> int:
+        """Remove rows; see `Table.delete`."""
+        self._connection.check()
+        distinct, removed = routing.distinct(keys)[0], 0
+        for start in range(0, distinct.size, NAMED_KEYS):
+            part = distinct[start : start + NAMED_KEYS]
+            with self._lock:
+                self.reads.deleted(block, part)
+                answers, _ = self._name(Delete, block, part, timeout_s)
+                removed += sum(each.counts[0] for each in answers)
+        return removed
+
+    def contains(self, block: Block, keys: Array, timeout_s: float | None) -> Array:
+        """Which keys have a row, bool [n]; see `Table.contains`."""
+        self._connection.check()
+        there = np.empty(keys.size, np.bool_)
+        for start in range(0, keys.size, NAMED_KEYS):
+            part = slice(start, start + NAMED_KEYS)
+            with self._lock:
+                there[part] = self._name(Contains, block, keys[part], timeout_s)[1]
+        return there
+
+    def _name(
+        self,
+        kind: type[Delete] | type[Contains],
+        block: Block,
+        keys: Array,
+        timeout_s: float | None,
+    ) -> tuple[list[Done], Array]:
+        """Send each shard those of some keys, int64 [n], that it holds, in a request of this kind.
+        The caller holds the lock.
+
+        Returns:
+            The answers, and what they leave behind each key, uint8 [n].
+        """
+        shards = len(self._exchange.shards)
+        owner = shard_of(keys, shards)
+        chosen = [np.flatnonzero(owner == shard) for shard in range(shards)]
+        sizes = [padded(8 * own.size) + padded(own.size) for own in chosen]
+        slot = self._exchange.take(class_bytes(sum(sizes)))
+        requests: list[ShardRequest] = []
+        behind: list[Array] = []
+        offset = 0
+        for own, size in zip(chosen, sizes, strict=True):
+            lying(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
+            behind.append(lying(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size)))
+            requests.append(kind(0, block.id, own.size, slot.arena, slot.offset + offset))
+            offset += size
+        what = "assign" if kind is Delete else "fetch"
+        answers = done(self._steps.finish(what, requests, timeout_s, [slot]))
+        answered = np.empty(keys.size, np.uint8)
+        for own, each in zip(chosen, behind, strict=True):
+            answered[own] = each
+        return answers, answered
 
 
 def _given(push: TablePush) -> GivenRows:

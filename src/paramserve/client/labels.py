@@ -33,6 +33,8 @@ PUT_ROWS = 16_384
 LABELS_MAX = 10_000_000
 """Of a table with `labels=True` and no `LRU(rows=...)`, on all servers together: keys that no row
 is made for, such as those that `MinCount` keeps out, have strings as well."""
+LOOK_KEYS = 1 << 16
+"""Strings that a client gives before it looks whether labels were deleted, at most."""
 SENT_MAX = 1 << 20
 """Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
 
@@ -101,8 +103,8 @@ class Labels:
         """Strings by key, of those that the shards have from here; at most `SENT_MAX`."""
         self._given = 0
         """Keys since the last look at what was created."""
-        self._look = most // (4 * max(workers, 1))
-        self._created = 0
+        self._look = min(most // (4 * max(workers, 1)), LOOK_KEYS)
+        self._created = self._deleted = 0
         """Labels, by all clients, when this one last forgot what it had sent."""
 
     def keep(self, strings: Any, keys: Array) -> None:
@@ -124,13 +126,21 @@ class Labels:
             self.put(distinct[new], strings_at(strings, first[new]))
 
     def _forget(self) -> None:
-        """Forget what was sent if the shards may soon evict some of it: a label in use is sent
-        again then. Those are evicted that were sent longest ago."""
+        """Forget what was sent if some client has deleted labels, or the shards may soon evict
+        some: a label in use is sent again then. Those are evicted that were sent longest ago."""
         self._given = 0
-        created = sum(report.created for report in self._table.reports())
-        if created - self._created > self._most // 4:
+        reports = self._table.reports()
+        created = sum(report.created for report in reports)
+        deleted = sum(report.deleted for report in reports)
+        if created - self._created > self._most // 4 or deleted != self._deleted:
             self._sent.clear()
-            self._created = created
+            self._created, self._deleted = created, deleted
+
+    def delete(self, keys: Array, timeout_s: float | None) -> None:
+        """Delete the strings of keys, int64 [n]."""
+        self._table.delete(keys, timeout_s=timeout_s)
+        for key in keys.tolist():
+            self._sent.pop(key, None)
 
     def put(self, keys: Array, strings: Sequence[str]) -> None:
         """Send the strings of keys, int64 [n]."""

@@ -22,7 +22,9 @@ from paramserve.errors import ProtocolError
 from paramserve.messages import (
     ALIGN,
     Assign,
+    Contains,
     Define,
+    Delete,
     Fetch,
     Gradient,
     Keys,
@@ -103,6 +105,9 @@ class Payloads:
             offset = payload.add(self._kept(shard, message.block, message.arena, message.offset))
         elif isinstance(message, Put):
             offset = payload.add(self._records(message))
+        elif isinstance(message, Delete | Contains):
+            end = message.offset + 8 * message.rows
+            offset = payload.add(self._arenas[message.arena].memory[message.offset : end])
         elif isinstance(message, Fetch | Scan):
             offset = 0
         else:
@@ -223,6 +228,10 @@ class Payloads:
                 self._take_changes(shard, changed, landings[-1])
         elif isinstance(message, Scan):
             link.read_payload([self._records(message)])
+        elif isinstance(message, Contains):
+            start = message.offset + padded(8 * message.rows)
+            memory = self._arenas[message.arena].memory
+            link.read_payload([memory[start : start + message.rows]])
         else:
             assert isinstance(message, Fetch)
             number, arena, offset = message.block, message.arena, message.offset

@@ -185,7 +185,7 @@ class RowReads:
         if cache is not None:
             read.found = cache.find(keys, read.clock)
             read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
-            if not cache.keep_pushed and read.wanted.size:
+            if read.wanted.size:
                 self._under_way.setdefault(block.id, WeakSet()).add(read)
         elif not self._exchange.shared:  # Over a network each row travels once.
             read.wanted, read.numbers = routing.distinct(keys)
@@ -381,8 +381,22 @@ class RowReads:
         if self._prefetched.get(block.id):
             self._usable(block)  # that old prefetches give their memory back does not need a pull
         cache = self._caches.get(block.id)
-        if cache is None or cache.keep_pushed or not keys.size:
-            return
+        if cache is not None and not cache.keep_pushed and keys.size:
+            self._drop_copies(block, cache, keys)
+
+    def deleted(self, block: Block, keys: Array) -> None:
+        """This client deletes rows, of keys [n > 0]: it reads none of them from copies, nor from
+        what it has asked for ahead."""
+        kept = self._prefetched.get(block.id, ())
+        for read in [each for each in kept if _among(keys, each.keys).any()]:
+            self._prefetched[block.id].remove(read)
+            self._forget_read(read)
+        cache = self._caches.get(block.id)
+        if cache is not None:
+            self._drop_copies(block, cache, keys)
+
+    def _drop_copies(self, block: Block, cache: RowCache, keys: Array) -> None:
+        """Let go of the copies of some rows, and keep none that are being read."""
         cache.drop(keys)
         if under_way := self._under_way.get(block.id):
             own = keys.copy()

@@ -352,6 +352,44 @@ class Table:
         check_records(records, self.block.spec)
         self._keyed.put(self.block, records, timeout_s)
 
+    def delete(self, keys: npt.ArrayLike, *, timeout_s: float | None = None) -> int:
+        """Remove rows with all that belongs to them; returns when they are gone from all servers.
+
+        A row goes with its rule state, its count and its last use, a label with it; a key that
+        waits for admission is counted from the beginning. The key reads as its initial value, and
+        a later push or `put` makes a new row. What this client pushed before is deleted with it,
+        what it pushes later is not; repeating is safe (exactly once). Copies of the rows here go,
+        too (`cache_rows`, `prefetch`). Gradients that wait when it comes, for their clock under
+        `ps.Sync` or in a buffer under `ps.Buffered`, are applied later, and make a new row.
+
+        Args:
+            keys: integers or strings of any shape; they may repeat, or have no row.
+        Returns:
+            Rows that were removed.
+        Raises:
+            TypeError, ValueError: the keys, as for `pull`; nothing was removed.
+            PushTimeout: no answer in `timeout_s`. Applied: unknown; retrying is safe.
+        """
+        flat, _ = as_keys(keys, self.name)
+        removed = self._keyed.delete(self.block, flat, timeout_s)
+        labels = self.known_labels()
+        if labels is not None:
+            labels.delete(flat, timeout_s)
+        return removed
+
+    def contains(self, keys: npt.ArrayLike, *, timeout_s: float | None = None) -> Array:
+        """Whether keys have a row. It creates none, and is no use of one for `evict`.
+
+        Args:
+            keys: integers or strings of any shape; they may repeat.
+        Returns:
+            bool [*keys.shape], as the servers have it now.
+        Raises:
+            As `pull`.
+        """
+        flat, shape = as_keys(keys, self.name)
+        return self._keyed.contains(self.block, flat, timeout_s).reshape(shape)
+
     # --- Arrow and Parquet -----------------------------------------------------------------------
 
     def to_arrow(self, *, state: bool = False, timeout_s: float | None = None) -> Any:

@@ -25,6 +25,8 @@ from paramserve.errors import (
 from paramserve.messages import (
     ALIGN,
     Assign,
+    Contains,
+    Delete,
     Done,
     Fetch,
     Put,
@@ -202,6 +204,17 @@ class Replies:
         counts = block.scan(message, into)
         return Answer(Done(message.seq, state.version, counts=counts), payload)
 
+    def contains(self, state: GroupState, message: Contains, memory: Memory) -> Answer:
+        """Say which keys of a table have a row."""
+        block = _table(state.block(message.block))
+        block.clock = state.members.slowest
+        keys, answer = block.named(memory.get(message.arena), message)
+        there, done = block.contains(keys), Done(message.seq, state.version)
+        if message.arena == 0:
+            return Answer(done, laid([(0, there)], self._allocate) if there.size else None)
+        answer[...] = there
+        return Answer(done)
+
     def take_snapshot(
         self, state: GroupState, client: int, message: TakeSnapshot, memory: Memory
     ) -> Answer:
@@ -255,6 +268,16 @@ def put(state: GroupState, message: Put, memory: Memory) -> Answer:
     block.put(block.records(memory.get(message.arena), message, message.offset))
     state.collect.prepared = None  # it was computed from what is overwritten now
     return Answer(Done(message.seq, state.version))
+
+
+def delete(state: GroupState, message: Delete, memory: Memory) -> Answer:
+    """Remove rows of a table."""
+    block = _table(state.block(message.block))
+    block.clock = state.members.slowest
+    keys, _ = block.named(memory.get(message.arena), message)
+    removed = block.delete(keys)
+    state.collect.prepared = None  # it was computed from what is removed now
+    return Answer(Done(message.seq, state.version, counts=(removed,)))
 
 
 def _no_array(block: KeyedBlock) -> ParamServeError:

@@ -94,6 +94,9 @@ class SavedTable(Protocol):
     def evicted(self) -> int: ...
 
     @property
+    def deleted(self) -> int: ...
+
+    @property
     def candidates(self) -> Waiting | None: ...
 
     def batches(self, layout: RowLayout) -> Iterator[CutRows]:
@@ -304,7 +307,7 @@ def _fill_table(shard: Shard, block: Block, saved: SavedTable) -> None:
     uses = saved.uses()
     if uses is not None:
         block.store.set_uses(*uses)
-    block.store.restore(saved.clock, saved.created, saved.evicted, saved.candidates)
+    block.store.restore(saved.clock, saved.created, saved.evicted, saved.deleted, saved.candidates)
     block.clock, block.unadmitted = saved.used_at, saved.unadmitted
     shard.blocks[block.spec.block] = block
     state = shard.groups[block.spec.group].state

@@ -49,6 +49,7 @@ from paramserve.core.replies import (
     Bytes,
     Replies,
     assign,
+    delete,
     fresh,
     no_memory,
     put,
@@ -68,12 +69,14 @@ from paramserve.messages import (
     Assign,
     BlockSpec,
     Commit,
+    Contains,
     CutAsk,
     CutAt,
     CutDone,
     CutOver,
     CutTo,
     Define,
+    Delete,
     Done,
     DropCut,
     Fetch,
@@ -426,7 +429,7 @@ class Shard:
                     case Step():
                         machine = self._group(message.group)
                         answer = machine.read_again(session, request, outcome)
-                    case Fetch() | Scan() | TakeSnapshot():
+                    case Fetch() | Scan() | Contains() | TakeSnapshot():
                         answer = self._read(session, message, memory)
             except (ParamServeError, ValueError, TypeError, MemoryError) as error:
                 refused = self._refusal(message, error)
@@ -509,10 +512,12 @@ class Shard:
                 return self._undefine(message)
             case Assign() as message:
                 return assign(self._group_of(message.block), message, memory)
-            case Fetch() | Scan() | TakeSnapshot() as message:
+            case Fetch() | Scan() | Contains() | TakeSnapshot() as message:
                 return self._read(session, message, memory)
             case Put() as message:
                 return put(self._group_of(message.block), message, memory)
+            case Delete() as message:
+                return delete(self._group_of(message.block), message, memory)
             case Watch() as message:
                 return self._watch(session, message)
             case JoinGroup() as message:
@@ -536,7 +541,10 @@ class Shard:
         return None
 
     def _read(
-        self, session: ShardSession, message: Fetch | Scan | TakeSnapshot, memory: Memory
+        self,
+        session: ShardSession,
+        message: Fetch | Scan | Contains | TakeSnapshot,
+        memory: Memory,
     ) -> Answer:
         """Answer a request that only reads; it may be executed again."""
         match message:
@@ -545,6 +553,8 @@ class Shard:
                 return self._replies.fetch(self._group_of(message.block), message, memory, part)
             case Scan():
                 return self._replies.scan(self._group_of(message.block), message, memory)
+            case Contains():
+                return self._replies.contains(self._group_of(message.block), message, memory)
             case TakeSnapshot():
                 state = self._group(message.group).state
                 return self._replies.take_snapshot(state, session.client, message, memory)

@@ -234,6 +234,28 @@ class Put(Struct, frozen=True, array_like=True, tag="put"):
     offset: int
 
 
+class Delete(Struct, frozen=True, array_like=True, tag="delete"):
+    """Remove the rows of some keys of a table, and what is counted of those that have none. At the
+    place lie the keys, int64 [rows], padded to `ALIGN`. The answer's `counts`: rows removed."""
+
+    seq: int
+    block: int
+    rows: int
+    arena: int
+    offset: int
+
+
+class Contains(Struct, frozen=True, array_like=True, tag="contains"):
+    """Ask which of some keys of a table have a row. What lies at the place is as for `Delete`;
+    behind it the answer is written, uint8 [rows], padded: 1 where there is one."""
+
+    seq: int
+    block: int
+    rows: int
+    arena: int
+    offset: int
+
+
 class Watch(Struct, frozen=True, array_like=True, tag="watch"):
     """Keep a snapshot of a group at every `every`-th version, at most `keep`; 0 ends it."""
 
@@ -263,6 +285,8 @@ ShardRequest = (
     | Fetch
     | Scan
     | Put
+    | Delete
+    | Contains
     | Watch
     | TakeSnapshot
     | TakeCut

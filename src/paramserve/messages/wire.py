@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 ALIGN = 64
 """Bytes: slots and parts of a payload start at multiples of this: a cache line, a vector word."""
 

@@ -133,12 +133,12 @@ def _groups(status: Status) -> Part:
 
 
 def _tables(status: Status) -> Part:
-    counted = ("created", "evicted", "unadmitted")
+    counted = ("created", "evicted", "deleted", "unadmitted")
     table = Part("tables", "table", "rows", "memory", *counted, least=counted[::-1])
     for name, group in sorted(by_group(status.servers).items()):
         if group.table is not None:
             of = group.table
-            counts = (of.created, of.evicted, of.unadmitted)
+            counts = (of.created, of.evicted, of.deleted, of.unadmitted)
             told = (f"{of.rows:,}", in_bytes(of.memory_bytes), *(f"{count:,}" for count in counts))
             table.add_row(name, *told)
     return table

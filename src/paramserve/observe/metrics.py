@@ -69,6 +69,7 @@ ROWS = _gauge("table_rows", "Rows of a keyed table.")
 TABLE_BYTES = _gauge("table_memory_bytes", "Memory of rows, rule state and index.")
 CREATED = _counter("table_created", "Rows that a table was given.")
 EVICTED = _counter("table_evicted", "Rows that went again.")
+DELETED = _counter("table_deleted", "Rows that Table.delete has removed.")
 UNADMITTED = _counter("table_unadmitted", "Gradients dropped because their key had no row yet.")
 CHECKPOINT_AGE = _gauge("checkpoint_age_seconds", "Seconds since the last checkpoint was complete.")
 CHECKPOINT_BYTES = _gauge("checkpoint_bytes", "Bytes that were written for the last checkpoint.")
@@ -138,6 +139,7 @@ def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterato
         yield Sample(TABLE_BYTES, of_group, float(table.memory_bytes))
         yield Sample(CREATED, of_group, float(table.created))
         yield Sample(EVICTED, of_group, float(table.evicted))
+        yield Sample(DELETED, of_group, float(table.deleted))
         yield Sample(UNADMITTED, of_group, float(table.unadmitted))
     if not trained:
         return

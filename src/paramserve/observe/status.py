@@ -57,6 +57,7 @@ class TableStatus:
         created: rows since the servers' start, those that were loaded from files included.
         evicted: rows that went again, by TTL, LRU or for want of room.
         unadmitted: gradients that were dropped because their key had no row yet (`ps.MinCount`).
+        deleted: rows that `Table.delete` has removed.
     """
 
     rows: int
@@ -64,6 +65,7 @@ class TableStatus:
     created: int
     evicted: int
     unadmitted: int
+    deleted: int = 0
 
 
 @dataclass(frozen=True)
@@ -445,6 +447,7 @@ def _table(shards: list[TableReport]) -> TableStatus | None:
         created=sum(report.created for report in shards),
         evicted=sum(report.evicted for report in shards),
         unadmitted=sum(report.unadmitted for report in shards),
+        deleted=sum(report.deleted for report in shards),
     )
 
 

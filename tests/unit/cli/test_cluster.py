@@ -182,7 +182,7 @@ def test_status_tells_of_the_last_checkpoint_and_of_the_last_failure() -> None:
 
 def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
     plain = GroupReport("model", 12, (), 0, ())
-    part = TableReport(1500, 2_000_000, 1, 1600, 100, 7)
+    part = TableReport(1500, 2_000_000, 1, 1600, 100, 7, 3)
     keyed = GroupReport("users", 4, (), 0, (), table=part)
     shown = []
     for groups in ((plain, keyed), (plain,)):
@@ -191,7 +191,7 @@ def test_status_table_shows_keyed_tables_where_there_are_some() -> None:
         Console(file=out, width=120).print(as_table("host:1", status, 120))
         shown.append(out.getvalue())
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown[0].splitlines()]
-    assert ["users", "3,000", "4.0 MB", "3,200", "200", "14"] in rows
+    assert ["users", "3,000", "4.0 MB", "3,200", "200", "6", "14"] in rows
     assert "refused" not in shown[0]
     assert "unadmitted" in shown[0]
     assert "unadmitted" not in shown[1]

@@ -30,7 +30,9 @@ from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
 from paramserve.messages import (
     Assign,
     BlockSpec,
+    Contains,
     Define,
+    Delete,
     Done,
     Fetch,
     Gradient,
@@ -434,6 +436,95 @@ def test_rows_put_while_a_clock_is_decided_are_what_it_updates() -> None:
     push(one, [], shard=0)
     one.deliver()
     assert rows_of(one, [7], 1) == [11.0]
+
+
+def test_rows_deleted_while_a_clock_is_decided_begin_anew_with_it() -> None:
+    """As one that is put then: what was prepared was computed from the row before."""
+    load_table(Plus(), row_layout(Plus(), DIM, "float32"))
+    spec = table_spec(Plus(), policy=Sync(reduce="sum"))
+    one = rig(spec, shards=2, workers=1, rules={Plus.name: Plus})
+    one.join(9)
+    done(one.send(9, Put(0, 0, 2, -1, 0, 0), 1, pushed([7, 8], 10.0)))
+    push(one, [7], shard=1)
+    assert one.wire, "shard 1 waits for shard 0"
+    assert done(one.send(9, Delete(0, 0, 2, 0, 0), 1, named([7, 8]))).counts == (2,)
+    push(one, [], shard=0)
+    one.deliver()
+    assert rows_of(one, [7], 1) == [2.0]
+    assert contained(one, [7, 8], 1) == [1, 0]
+
+
+# --- which rows are there -----------------------------------------------------------------------
+
+
+def named(keys: list[int]) -> dict[int, Any]:
+    return {0: gathered([np.array(keys, np.int64)])}
+
+
+def contained(one: Rig, keys: list[int], shard: int = 0) -> list[int]:
+    """In a frame."""
+    effects = one.send(ME, Contains(0, 0, len(keys), 0, 0), shard, named(keys))
+    done(effects)
+    payload = effects.replies[0][1].payload
+    assert payload is not None
+    return payload[: len(keys)].tolist()
+
+
+def test_delete_that_is_sent_again_removes_no_row_made_since() -> None:
+    one = rig(table_spec(SGD(0.1, momentum=0.9)))
+    push(one, [5, -1])
+    message = Delete(2 + 1, 0, 4, 0, 0)
+    effects = one.send(ME, message, 0, named([5, 5, 9, 5]))
+    assert done(effects).counts == (1,)
+    assert rows_of(one, [5, -1]) == [1.0, pytest.approx(0.9)]
+    push(one, [5])
+    assert done(one.again(ME, message, 0, named([5, 5, 9, 5]))).counts == (1,)
+    assert contained(one, [5, -1, 9]) == [1, 1, 0]
+    (report,) = one.shards[0].report()
+    assert report.table is not None
+    assert (report.table.rows, report.table.created, report.table.deleted) == (2, 3, 1)
+
+
+def test_contains_says_it_behind_the_keys_and_uses_no_row() -> None:
+    one = rig(table_spec(options=TableOptions(Constant(1.0), evict=LRU(2))))
+    push(one, [1, 2])
+    arena = np.zeros(256, np.uint8)
+    arena[64 : 64 + 3 * 8].view(np.int64)[:] = [2, 3, 1]
+    effects = one.send(ME, Contains(0, 0, 3, 1, 64), 0, {1: arena})
+    assert done(effects).version == 1
+    assert effects.replies[0][1].payload is None
+    assert arena[128:192].tolist() == [1, 0, 1, *[0] * 61]
+    push(one, [4])
+    assert contained(one, [1, 2, 3, 4]) == [0, 1, 0, 1]
+
+
+def test_contains_is_asked_again_where_its_answer_was_lost() -> None:
+    one = rig()
+    push(one, [1])
+    effects = one.send(ME, Contains(0, 0, 2, 0, 0), 0, named([1, 2]))
+    seq = done(effects).seq
+    again = one.again(ME, Contains(seq, 0, 2, 0, 0), 0, named([1, 2]))
+    payload = again.replies[0][1].payload
+    assert payload is not None
+    assert payload[:2].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("rows", "offset"), [(-1, 0), (-3, 0), (9, 0), (1, 8), (1, 64), (1, -64)])
+@pytest.mark.parametrize("arena", [0, 1])
+def test_keys_that_do_not_lie_where_they_are_named_are_refused(
+    rows: int, offset: int, arena: int
+) -> None:
+    one = rig()
+    push(one, [0, 1])
+    for kind in (Delete, Contains):
+        memory = {arena: np.zeros(64, np.uint8)}
+        error = refused(one.send(ME, kind(0, 0, rows, arena, offset), 0, memory))
+        assert isinstance(error, ShapeMismatch)
+        assert error.applied == "no"
+    assert len(one.shards[0].blocks[0].store) == 2
+    one.define(ME, block_spec((4,), number=1, group=1))
+    for kind in (Delete, Contains):
+        assert "is no table" in refused(one.send(ME, kind(0, 1, 0, 0, 0))).failed
 
 
 def test_clock_that_is_clipped_is_refused_on_all_shards_if_one_has_no_room_for_its_rows() -> None:

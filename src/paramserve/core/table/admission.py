@@ -157,6 +157,12 @@ class Candidates:
             fresh.reserve(part.size)
             self._next.append(fresh)
 
+    def forget(self, keys: Keys) -> None:
+        """Let no push of these keys be counted so far; they may repeat."""
+        for generation in (self._young, self._old):
+            slots = generation.find(keys)
+            generation.counts.array[slots[slots >= 0]] = 0
+
     def count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
         """Count one push of each of these keys; those that get a row by it begin again at 0."""
         for start in range(0, keys.size, self._limit):

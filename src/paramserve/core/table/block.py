@@ -24,7 +24,17 @@ from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
-from paramserve.messages import BlockSpec, Gradient, Keys, Put, ReadTarget, Scan, TableReport
+from paramserve.messages import (
+    BlockSpec,
+    Contains,
+    Delete,
+    Gradient,
+    Keys,
+    Put,
+    ReadTarget,
+    Scan,
+    TableReport,
+)
 from paramserve.rules.base import Hyper, PushInfo, RowRule, Rule
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
@@ -44,6 +54,7 @@ T = TypeVar("T")
 
 PLACES_MAX = 1 << 31
 """Places of rows are int32."""
+EMPTY = np.empty(0, np.uint8)
 
 
 class RowStates(Struct, frozen=True):
@@ -120,6 +131,7 @@ class KeyedBlock(ShardStorage):
             store.created,
             store.evicted,
             self.unadmitted,
+            store.deleted,
         )
 
     def _check_hyper(self, rule: Rule, hyper: Hyper) -> None:
@@ -464,3 +476,40 @@ class KeyedBlock(ShardStorage):
         parts.check_records(given, self.spec)
         taken = self.store.take(given.keys, self.clock, Purpose.PUT)
         self.store.write(taken.rows, given.values, given.state, given.counts)
+
+    # --- which rows are there --------------------------------------------------------------------
+
+    def named(self, memory: Array | None, message: Delete | Contains) -> tuple[Array, Array]:
+        """The keys that a request names, and what lies behind them: the place of an answer to
+        `Contains`, which has none in a frame.
+
+        Raises:
+            ShapeMismatch: they do not lie there. Nothing was applied.
+        """
+        rows, offset = message.rows, message.offset
+        if rows < 0:
+            raise ShapeMismatch(
+                f"{rows} keys of table {self.names} were named", fix="name the keys of rows"
+            )
+        end = parts.padded(8 * rows)
+        answers = isinstance(message, Contains) and message.arena
+        nbytes = end + parts.padded(rows) if answers else end
+        whole = parts.within(memory, offset, nbytes, "keys of ", rows, self._of)
+        keys = parts.lying(whole, np.int64, rows, offset)
+        behind = parts.lying(whole, np.uint8, rows, offset + end) if answers else EMPTY
+        return keys, behind
+
+    def delete(self, keys: Array) -> int:
+        """Remove rows, and what is counted of keys that have none; how many there were.
+
+        Raises:
+            MemoryError: nothing was changed.
+        """
+        return self.store.delete(keys, self.clock) if keys.size else 0
+
+    def contains(self, keys: Array) -> Array:
+        """Which of some keys have a row, uint8 [n]; no row is used by that."""
+        if not keys.size:
+            return EMPTY
+        rows = self.store.take(keys, self.clock, Purpose.READ).rows
+        return (rows >= 0).view(np.uint8)

@@ -81,7 +81,7 @@ class RowChanges:
         self.before(rows)
 
     def gone(self, rows: Keys, keys: Keys) -> None:
-        """Rows were evicted."""
+        """Rows were evicted or deleted."""
         end = self._rows.size - 1
         known = rows[rows < end]
         self._rows[known] = self._used[known] = False

@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 1 << 16
 COPIED_BYTES_MAX = 256 << 20
 """Rows copied ahead of their change, of one table on one shard; past that the cut is lost."""
 WRITTEN, GONE, NEW = -1, -2, -3
-"""In place of where the copy of a row is: it needs none any more; it was evicted after the cut, and
+"""In place of where the copy of a row is: it needs none any more; it went after the cut, and
 lies there until its number is given to another key; at the cut no key had its number."""
 
 
@@ -54,7 +54,7 @@ class RowsCopy:
 
     def __init__(self, store: RowStore, changed: Changed | None = None) -> None:
         self.clock = store.clock
-        self.created, self.evicted = store.created, store.evicted
+        self.created, self.evicted, self.deleted = store.created, store.evicted, store.deleted
         self._candidates = store.candidates()
         self.layout = store.layout
         self.changed = None if changed is None or changed.whole else changed
@@ -91,7 +91,7 @@ class RowsCopy:
             self._uses[fresh] = self._store.uses(fresh)
 
     def made(self, rows: Keys) -> None:
-        """Copy rows that were evicted after the cut, whose numbers other keys are about to get."""
+        """Copy rows that went after the cut, whose numbers other keys are about to get."""
         if not self._following:
             return
         old = rows[rows < self.size]
@@ -103,7 +103,7 @@ class RowsCopy:
         self._copy(gone)
 
     def gone(self, rows: Keys, keys: Keys) -> None:
-        """Rows that were evicted lie there until they are used again."""
+        """Rows that went lie there until their numbers are used again."""
         if self._following:
             old = self._wanted_of(rows)
             self._place[old[self._place[old] == 0]] = GONE

@@ -1,4 +1,4 @@
-"""The rows of one table on one shard: found, created and evicted by key; read and written.
+"""The rows of one table on one shard: found, created and removed by key; read and written.
 
 It decides which rows are there. What an update does to a row is a rule's business (`rules.rows`),
 who may ask for what the block's.
@@ -102,7 +102,7 @@ class RowWatcher(Protocol):
         """These rows, which no key has, are about to be given to new keys."""
 
     def gone(self, rows: Keys, keys: Keys) -> None:
-        """These rows, of these keys, were evicted."""
+        """These rows, of these keys, were evicted or deleted."""
 
 
 class RowStore:
@@ -139,7 +139,7 @@ class RowStore:
         self._name = name
         self.watchers: list[RowWatcher] = []
         """For cuts and checkpoints."""
-        self.created = self.evicted = 0
+        self.created = self.evicted = self.deleted = 0
         self._state = np.ascontiguousarray(state, np.float32)
         self._drawing = drawing(options.init, stream, layout.dim)
         self._index = Index()
@@ -150,7 +150,7 @@ class RowStore:
         self._free_rows = 0
         self._free_most = 0
         self._begun = 0
-        """Row numbers that have been given out; those of evicted rows are in `_free`."""
+        """Row numbers that have been given out; those of rows that went are in `_free`."""
         self._clock = 0
         evicts = options.evict is not None
         self._use = UseOrder() if evicts else None
@@ -185,8 +185,8 @@ class RowStore:
         """Rows that `max_bytes` allows, with the index as large as it ever gets."""
         limit, most = ROWS_MAX, self.options.max_bytes
         if most:
-            row = self._rows.row_bytes + self._keys.row_bytes + KEY_BYTES_MAX
-            row += self._use.row_bytes + 8 if self._use is not None else 0
+            row = self._rows.row_bytes + self._keys.row_bytes + KEY_BYTES_MAX + 8  # in `_free`
+            row += self._use.row_bytes if self._use is not None else 0
             room = most - PLACES * 16 - candidates * CANDIDATE_BYTES_MAX
             limit = min(limit, room // row)
         if limit < 1:
@@ -220,6 +220,24 @@ class RowStore:
             self._use.touch(rows, self._clock)
         self.created += created
         return Taken(rows, created, dropped)
+
+    def delete(self, keys: Keys, clock: int) -> int:
+        """Remove the rows of some keys, and the counts of those that wait for admission: a key that
+        is used again is a new one. How many rows there were.
+
+        Args:
+            keys, clock: as for `take`.
+        Raises:
+            MemoryError: there is none to note which row numbers are free. Nothing was changed.
+        """
+        rows = self.take(keys, clock, Purpose.READ).rows
+        rows = np.unique(rows[rows >= 0])
+        self._free.reserve(self._free_rows + rows.size)
+        if self._candidates is not None:
+            self._candidates.forget(keys)
+        self._remove(rows)
+        self.deleted += rows.size
+        return rows.size
 
     def _find(self, keys: Keys, rows: Keys) -> int:
         """As the index does, where rows past their TTL are gone."""
@@ -353,16 +371,22 @@ class RowStore:
         return rows
 
     def _evict(self, rows: Keys) -> None:
-        if self._use is None or not rows.size:
+        """Remove rows; `_reserve` has seen to the memory."""
+        self._remove(rows)
+        self.evicted += rows.size
+
+    def _remove(self, rows: Keys) -> None:
+        """Take rows, each once, from their keys; `_free` has room for their numbers."""
+        if not rows.size:
             return
         keys = self._keys.array[rows]
-        end = self._free_rows + rows.size  # `_reserve` has seen to it
-        self._use.drop(rows)
+        end = self._free_rows + rows.size
+        if self._use is not None:
+            self._use.drop(rows)
         self._index.remove(keys)
         self._free.array[self._free_rows : end] = rows
         self._free_rows = end
         self._free_most = max(self._free_most, end)
-        self.evicted += rows.size
         for each in self.watchers:
             each.gone(rows, keys)
 
@@ -480,10 +504,12 @@ class RowStore:
         clock: int,
         created: int,
         evicted: int,
+        deleted: int,
         candidates: Waiting | None,
     ) -> None:
         """Take over what is not in the rows, of a store whose rows were `put_new` before."""
-        self._clock, self.created, self.evicted = clock, created, evicted
+        self._clock = clock
+        self.created, self.evicted, self.deleted = created, evicted, deleted
         if self._candidates is not None and candidates is not None:
             self._candidates.restore(*candidates)
 

@@ -66,7 +66,17 @@ class Model:
         self.count, self.ttl, self.lru = count, ttl, lru
         self.used: OrderedDict[int, int] = OrderedDict()
         self.pushes: dict[int, int] = {}
-        self.created = self.evicted = self.dropped = 0
+        self.created = self.evicted = self.deleted = self.dropped = 0
+
+    def delete(self, keys: list[int], clock: int) -> int:
+        """How many rows went."""
+        self.take([], clock, Purpose.READ)
+        there = {key for key in keys if key in self.used}
+        for key in keys:
+            self.used.pop(key, None)
+            self.pushes.pop(key, None)
+        self.deleted += len(there)
+        return len(there)
 
     def take(self, keys: list[int], clock: int, purpose: Purpose) -> list[bool]:
         """Whether each key has a row."""

@@ -41,6 +41,16 @@ def test_key_of_the_old_generation_that_comes_again_counts_once() -> None:
     assert push(candidates, [1]) == [True]
 
 
+def test_key_that_is_forgotten_begins_again() -> None:
+    candidates = Candidates(3, 3)
+    for key in (1, 1, 2, 4, 3):  # 3 makes the others old
+        push(candidates, [key])
+    candidates.forget(keys_of([1, 3, 3, 9]))
+    assert push(candidates, [1, 2]) == [False, False]
+    assert push(candidates, [3, 2]) == [False, True]
+    assert push(candidates, [1, 3]) == [False, False]
+
+
 class Generations:
     """The same with two dicts."""
 

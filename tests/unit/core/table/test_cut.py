@@ -65,6 +65,9 @@ class Training:
         self.clock += self.dice.random() < 0.3
         keys = keys_of(self.dice.sample(range(KEYS), self.dice.randint(1, 12)))
         purpose = self.dice.choice((Purpose.PUSH, Purpose.PUSH, Purpose.PULL, Purpose.READ))
+        if self.dice.random() < 0.1:
+            self.store.delete(keys, self.clock)
+            return
         rows = self.store.take(keys, self.clock, purpose).rows
         if purpose is Purpose.PUSH:
             there = rows >= 0

@@ -26,7 +26,7 @@ REQUESTS = st.lists(
     st.tuples(
         st.lists(st.integers(-6, 6) | st.sampled_from(EXTREMES), max_size=8),
         st.integers(0, 3),
-        st.sampled_from(list(Purpose)),
+        st.sampled_from([*Purpose, None]),  # None: the keys are deleted
     ),
     max_size=40,
 )
@@ -42,6 +42,7 @@ def limits(count: int, ttl: int | None, lru: int | None, max_bytes: int = 0) -> 
 
 @settings(max_examples=15, deadline=None)
 @example([([0], 0, PUSH), ([0], 0, PUT), ([], 2, READ), ([0], 0, PUSH)], 2, 1, None, False)
+@example([([0], 0, PUSH), ([0], 0, None), ([0], 0, PUSH), ([0], 0, PUSH)], 2, None, None, False)
 @given(
     REQUESTS,
     st.sampled_from([1, 2, 3]),
@@ -50,7 +51,7 @@ def limits(count: int, ttl: int | None, lru: int | None, max_bytes: int = 0) -> 
     st.booleans(),
 )
 def test_rows_are_those_of_a_dict(
-    requests: list[tuple[list[int], int, Purpose]],
+    requests: list[tuple[list[int], int, Purpose | None]],
     count: int,
     ttl: int | None,
     lru: int | None,
@@ -64,6 +65,9 @@ def test_rows_are_those_of_a_dict(
             patch.setattr(store_module, "SWEPT_PER_KEY", 0)
         for keys, later, purpose in requests:
             clock += later
+            if purpose is None:
+                assert store.delete(keys_of(keys), clock) == model.delete(keys, clock)
+                continue
             expected = model.take(keys, clock, purpose)
             taken = store.take(keys_of(keys), clock, purpose)
             dropped += taken.dropped
@@ -78,8 +82,8 @@ def test_rows_are_those_of_a_dict(
             store.take(keys_of([]), clock, READ)
         assert contents(store).keys() == model.used.keys()
         assert len(store) == len(model.used)
-        counters = (store.created, store.evicted, dropped)
-        assert counters == (model.created, model.evicted, model.dropped)
+        counters = (store.created, store.evicted, store.deleted, dropped)
+        assert counters == (model.created, model.evicted, model.deleted, model.dropped)
 
 
 @settings(max_examples=15, deadline=None)
@@ -87,7 +91,7 @@ def test_rows_are_those_of_a_dict(
 def test_rows_of_a_table_whose_index_has_moved_in_part_are_those_of_a_dict(
     seed: int, lru: int | None, ttl: int | None
 ) -> None:
-    """They are found, evicted, put and scanned at every stage of a growth."""
+    """They are found, evicted, put, deleted and scanned at every stage of a growth."""
     draw = np.random.default_rng(seed)
     model, moving = Model(ttl=ttl, lru=lru), 0
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +103,8 @@ def test_rows_of_a_table_whose_index_has_moved_in_part_are_those_of_a_dict(
             keys = draw.integers(0, 1000, 150 if clock == 0 else draw.integers(1, 15)).tolist()
             model.take(keys, clock, purpose)
             taken = store.take(keys_of(keys), clock, purpose)
+            if purpose is READ:
+                assert store.delete(keys_of(keys), clock) == model.delete(keys, clock)
             if purpose is PUT:
                 values = np.repeat(np.array(keys, np.float32), 3).reshape(-1, 3)
                 store.write(taken.rows, values)
@@ -142,6 +148,46 @@ def test_evicted_row_begins_again_with_its_initial_values_and_state() -> None:
     store.take(keys_of([3, 4]), 0, PULL)
     store.take(keys_of([2, 1]), 0, PULL)
     assert contents(store) == fresh
+
+
+def test_deleted_row_begins_again_with_its_initial_values_and_state() -> None:
+    store = store_of()
+    store.take(keys_of([1, 2, 3]), 0, PULL)
+    fresh = contents(store)
+    change(store, [1, 2, 3], 2.0)
+    kept = contents(store)[2]
+    initial = read(store, [1, 9])
+    assert store.delete(keys_of([3, 1, 1, 9]), 0) == 2
+    assert contents(store) == {2: kept}
+    assert read(store, [9]).tolist() == initial[1:].tolist()
+    store.take(keys_of([1, 3]), 0, PULL)
+    assert contents(store) == {**fresh, 2: kept}
+
+
+def test_delete_without_memory_for_free_rows_changes_nothing() -> None:
+    store = store_of(limits(2, None, None))
+    for _ in range(2):
+        store.take(keys_of([1, 2]), 0, PUSH)
+    store.take(keys_of([3]), 0, PUSH)
+    before = contents(store)
+
+    def none(rows: int) -> None:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._free, "reserve", none)
+        with pytest.raises(MemoryError):
+            store.delete(keys_of([1, 2, 3]), 0)
+    assert (contents(store), store.deleted) == (before, 0)
+    assert store.take(keys_of([3]), 0, PUSH).created == 1
+
+
+def test_memory_of_a_table_whose_rows_are_deleted_stays_below_its_limit() -> None:
+    store = store_of(limits(1, None, None, 1 << 20))
+    for _ in range(3):
+        filled(store)
+        assert store.delete(np.arange(100_000), 0) == store.room // 50 * 50
+        assert store.memory_bytes <= 1 << 20
 
 
 def test_row_that_is_not_evicted_keeps_what_it_has() -> None:
