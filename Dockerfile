@@ -22,7 +22,8 @@ LABEL org.opencontainers.image.title="paramserve" \
 RUN groupadd --gid 10001 paramserve \
     && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin paramserve
 COPY --from=build /opt/paramserve /opt/paramserve
-# Compiled kernels go to NUMBA_CACHE_DIR: the package's own folder belongs to root.
+# Compiled kernels go to NUMBA_CACHE_DIR: the package's own folder belongs to root. /tmp has no
+# other users here; on a shared machine name a folder that only yours can make.
 ENV PATH=/opt/paramserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NUMBA_CACHE_DIR=/tmp/numba

@@ -126,7 +126,7 @@ def _needed_for_table(
 def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None, half: str | None = None) -> None:
     """Have the shared kernels, and those of a rule, ready for a dtype. Repeating costs nothing.
 
-    The first time in an installation this compiles for some seconds, and says so on stderr. A rule
+    Where no folder has them yet this compiles for some seconds, and says so on stderr. A rule
     that is not built in has no kernels of ours.
 
     Args:
@@ -236,7 +236,7 @@ def _dense(dtype: np.dtype[Any], rule: Rule | None) -> Kernels:
 
 def _load(key: tuple[str, ...], kernels: Callable[[], Kernels]) -> None:
     """Load kernels: one process compiles them, the others wait for its cache."""
-    from paramserve import kernel_cache
+    from paramserve import kernel_cache, kernel_folder
 
     with _local:
         wanted = kernels()
@@ -245,9 +245,10 @@ def _load(key: tuple[str, ...], kernels: Callable[[], Kernels]) -> None:
         else:
             with _one_process():
                 if not kernel_cache.compiled(wanted):
+                    folder = kernel_folder.choose().folder
                     text = (
-                        f"paramserve: compiling kernels for {' '.join(key)}, once per "
-                        "installation; some seconds"
+                        f"paramserve: compiling kernels for {' '.join(key)}, for some seconds; "
+                        f"kept {f'in {folder}' if folder else 'nowhere: see `paramserve doctor`'}"
                     )
                     print(text, file=sys.stderr, flush=True)
                 kernel_cache.load(wanted)

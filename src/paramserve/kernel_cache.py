@@ -10,11 +10,13 @@ Imports Numba, which takes 0.2 s: import this lazily.
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ from uuid import uuid4
 
 import llvmlite
 import numba
-from numba.core import caching, serialize
+from numba.core import serialize
+from numba.core.compiler import CompileResult
 from numba.core.runtime.nrt import rtsys
+
+from paramserve import kernel_folder
 
 Kernel = Callable[..., Any]
 Signature = tuple[Any, ...]
@@ -31,7 +36,7 @@ Signature = tuple[Any, ...]
 Kernels = Mapping[Kernel, Signature]
 """Kernels, and for which arguments each is wanted."""
 
-ROOT = Path(__file__).parent
+ROOT = kernel_folder.PACKAGE
 VERSIONS = (numba.__version__, llvmlite.__version__)
 _DIGEST = sha256().digest_size
 
@@ -50,15 +55,19 @@ class KernelCache:
     """The code of one kernel, a file for each signature: what Numba's dispatcher asks for it."""
 
     def __init__(self, function: Kernel, *modules: str) -> None:
-        # Numba says which folder can be written, and turns compiled code to bytes and back.
-        files: Any = caching.CompileResultCacheImpl
-        self._numba = files(function)
+        self._function = function
         self._stem = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
         self._modules = modules
-        self.cache_path = Path(self._numba.locator.get_cache_path())
 
-    def file_of(self, signature: Signature, codegen: Any) -> Path:
+    @cached_property
+    def cache_path(self) -> Path | None:
+        """The folder; None: no folder can be used, and nothing is kept."""
+        return kernel_folder.choose(Path(inspect.getfile(self._function)).parent).folder
+
+    def file_of(self, signature: Signature, codegen: Any) -> Path | None:
         """Where the code for these arguments and this processor lies, if it is compiled."""
+        if self.cache_path is None:
+            return None
         target = _hash(
             *map(str, (*signature, *codegen.magic_tuple(), sys.implementation.cache_tag))
         )
@@ -67,36 +76,46 @@ class KernelCache:
         )
 
     def load_overload(self, signature: Signature, target: Any) -> Any:
-        """The compiled code, or None: there is none, or its file is damaged."""
+        """The compiled code, or None: there is none, or its file is damaged or another user's."""
         # Numba's own cache calls `target.refresh()` here, which imports all that Numba can compile,
         # and scipy.linalg, in 0.3 s. What is compiled already needs the runtime's symbols only.
         rtsys.initialize(target)
-        try:
-            content = self.file_of(signature, target.codegen()).read_bytes()
-        except OSError:
+        file = self.file_of(signature, target.codegen())
+        content = kernel_folder.read(file) if file is not None else None
+        if content is None:
             return None
         digest, data = content[:_DIGEST], content[_DIGEST:]
         if sha256(data).digest() != digest:
             return None
-        return self._numba.rebuild(target, pickle.loads(data))
+        rebuild: Any = CompileResult._rebuild
+        return rebuild(target, *pickle.loads(data))
 
     def save_overload(self, signature: Signature, compiled: Any) -> None:
-        """Write the compiled code in one step, and remove that of other sources."""
-        if not self._numba.check_cachable(compiled):
+        """Write the compiled code in one step, and remove that of other sources. Where that fails,
+        as on a full disk, the next process compiles again."""
+        file = self.file_of(signature, compiled.codegen)
+        if file is None or compiled.library.has_dynamic_globals:  # addresses of this process
             return
         to_bytes: Any = serialize.dumps
-        data = to_bytes(self._numba.reduce(compiled))
-        file = self.file_of(signature, compiled.codegen)
-        new = file.with_suffix(f".{uuid4().hex}.tmp")
-        try:
-            new.write_bytes(sha256(data).digest() + data)
-            os.replace(new, file)
-        finally:
-            new.unlink(missing_ok=True)
-        kept = file.name.rpartition("-")[0]
-        for old in self.cache_path.glob(f"{kept}-*.nbc"):
-            if old != file:
-                old.unlink(missing_ok=True)
+        data = to_bytes(compiled._reduce())
+        with contextlib.suppress(OSError):
+            _replace(file, sha256(data).digest() + data)
+            kept = file.name.rpartition("-")[0]
+            for old in file.parent.glob(f"{kept}-*.nbc"):
+                if old != file:
+                    old.unlink(missing_ok=True)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file in one step, which only this user may write to."""
+    new = file.with_suffix(f".{uuid4().hex}.tmp")
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with open(fd, "wb") as opened:
+            opened.write(content)
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @cache
@@ -186,5 +205,5 @@ def _is_loaded(kernel: Kernel, types: Signature) -> bool:
 
 def _is_cached(kernel: Kernel, types: Signature) -> bool:
     dispatcher: Any = kernel
-    file: Path = dispatcher._cache.file_of(types, dispatcher.targetctx.codegen())
-    return file.is_file()
+    file: Path | None = dispatcher._cache.file_of(types, dispatcher.targetctx.codegen())
+    return file is not None and file.is_file()

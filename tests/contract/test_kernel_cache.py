@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,11 @@ rule.apply(a, a.copy(), (), rule.hyper(), [Run(0, 3, 0)], push)
 print(a[0], known)
 """
 
+FULL = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+{PROGRAM}"""
+"""No file can be written, as on a full disk."""
 LOADS = f"""{PROGRAM}
 assert "numba.np.linalg" not in sys.modules, "Numba's compiler was imported, in 0.3 s"
 """
@@ -73,11 +81,15 @@ class Package:
         (self.rules / "doubling.py").write_text(HELPER)
         (self.rules / "helped.py").write_text(KERNEL)
 
-    def run(self, program: str = PROGRAM) -> tuple[float, bool]:
+    def run(self, program: str = PROGRAM, **environment: str) -> tuple[float, bool]:
         """What the kernel makes of 1, and whether it was compiled for that."""
         code = f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{program}"
         run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert run.returncode == 0, run.stderr
         number, known = run.stdout.split()
@@ -130,3 +142,34 @@ def test_damaged_file_is_compiled_anew(package: Package) -> None:
         file.write_bytes(damaged)
         assert package.run()[0] == 2.0
         assert file.read_bytes()[32:] != damaged[32:], "the next process finds it whole"
+
+
+class Attack:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_file_that_others_may_write_to_is_not_unpickled(package: Package, tmp_path: Path) -> None:
+    (file,) = package.files()
+    attack = pickle.dumps(Attack(tmp_path / "attacked"))
+    file.write_bytes(sha256(attack).digest() + attack)
+    file.chmod(0o666)
+    assert package.run()[0] == 2.0
+    assert not (tmp_path / "attacked").exists()
+    assert package.run() == (2.0, False), "it was replaced"
+
+
+def test_kernel_is_compiled_where_it_cannot_be_kept(package: Package) -> None:
+    (file,) = package.files()
+    file.unlink()
+    assert package.run(FULL) == (2.0, True)
+    assert package.files() == []
+    shutil.rmtree(package.rules / "__pycache__")
+    (package.rules / "__pycache__").write_text("no folder")
+    nowhere = dict.fromkeys(("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"), "/dev/null/none")
+    assert package.run(**nowhere) == (2.0, True)

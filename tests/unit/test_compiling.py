@@ -13,7 +13,7 @@ from paramserve.compiling import load_kernels, loaded
 from paramserve.rules import SGD, Adam, Add
 
 F4, F8, I8 = np.dtype("float32"), np.dtype("float64"), np.dtype("int64")
-SAYS = "paramserve: compiling kernels for float32 Add, once per installation; some seconds\n"
+SAYS = "paramserve: compiling kernels for float32 Add, for some seconds; kept "
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_compiling_is_told_and_loading_is_not(
     loads: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load_kernels(F4, Add())
-    assert capsys.readouterr().err == SAYS
+    assert capsys.readouterr().err.startswith(SAYS)
     monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: True)
     load_kernels(F8, Add())
     assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 
-from paramserve import __version__
+from paramserve import __version__, kernel_folder
 from paramserve.cli.cluster import tls_of, with_tls
 from paramserve.cli.debug import asked
 from paramserve.errors import ParamServeError
@@ -165,12 +165,16 @@ def _loopback() -> Finding:
 
 
 def _kernels() -> Finding:
-    """Where compiled kernels are kept: beside the package, or where numba is told to."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[1] / "rules")
-    if os.access(folder, os.W_OK):
-        return Finding("kernel cache", "ok", str(folder))
-    advice = "kernels are compiled anew in each process, for seconds: set NUMBA_CACHE_DIR"
-    return Finding("kernel cache", "slower", f"{folder} cannot be written to", advice)
+    """Where compiled kernels are kept."""
+    folder, refused = kernel_folder.choose()
+    because = "".join(f"; not in {each}" for each in refused)
+    own = f"set {kernel_folder.VARIABLE} to a folder that only this user can write to"
+    if folder is None:
+        advice = f"each run, and each process of a cluster, compiles anew, for seconds: {own}"
+        return Finding("kernel cache", "slower", f"none{because}", advice)
+    if kernel_folder.VARIABLE in os.environ and refused:
+        return Finding("kernel cache", "differs", f"{folder}{because}", own)
+    return Finding("kernel cache", "ok", str(folder))
 
 
 def _packages() -> Iterator[Finding]:

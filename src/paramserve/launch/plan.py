@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from paramserve import kernel_folder
 from paramserve.config import (
     CLUSTER_BYTES,
     CheckpointPlan,
@@ -29,6 +30,8 @@ from paramserve.launch.roster import OnWorkerDeath, Restart
 SOCKET_PATH_BYTES_MAX = 107
 """Of the address of a Unix socket. Source: unix(7), sun_path."""
 SOCKET_NAME_BYTES_MAX = len("/s99999.sock")
+KERNELS = "kernels"
+"""Of compiled kernels, within a run's folder."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -107,7 +110,7 @@ class Plan:
             payload=self._payload(key, directory, addresses),
             secret=credentials.encode(),
             code=code[key.kind],
-            environment=dict.fromkeys(THREADS, str(threads)),
+            environment=dict.fromkeys(THREADS, str(threads)) | _for_kernels(directory),
             directory=directory,
             imports=self.worker_imports if key.kind == "worker" else (),
             label=_label(key) if self.show_rank else "",
@@ -143,6 +146,13 @@ def _label(key: Key) -> str:
 def addresses_in(directory: str) -> tuple[str, ...]:
     """Where the coordinator listens, if it shares this folder."""
     return (f"unix:{directory}/c.sock",)
+
+
+def _for_kernels(directory: str) -> dict[str, str]:
+    """Where no folder can keep compiled kernels, the processes of a run share its own."""
+    if directory and kernel_folder.choose().folder is None:
+        return {kernel_folder.VARIABLE: os.path.join(directory, KERNELS)}
+    return {}
 
 
 def directory_path() -> str:

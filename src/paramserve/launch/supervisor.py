@@ -47,7 +47,7 @@ from paramserve.launch.entries import (
 )
 from paramserve.launch.lines import say
 from paramserve.launch.overview import Overview
-from paramserve.launch.plan import Plan, directory_path
+from paramserve.launch.plan import KERNELS, Plan, directory_path
 from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Decision, Restart, Roster
 from paramserve.launch.waiting import Latch
@@ -558,7 +558,8 @@ class Supervisor:
         if self._forget is not None:
             self._forget()
         for name in os.listdir(self._directory) if self._directory else ():
-            os.unlink(os.path.join(self._directory, name))  # sockets of the old processes
+            if name != KERNELS:  # sockets of the old processes
+                os.unlink(os.path.join(self._directory, name))
         self.failures.clear()  # these ranks are started again
         self.reports.clear()  # of steps that are made again
         self._recovery.attempt_over(self.overview.status)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from paramserve import __version__
+from paramserve import __version__, kernel_folder
 from paramserve.cli import cli
 from paramserve.cli.doctor import Finding, clock_finding, version_finding
+from paramserve.kernel_folder import Choice
 
 doctor: Any = importlib.import_module("paramserve.cli.doctor")
 """The module: the package's name `doctor` is the command."""
@@ -69,6 +70,19 @@ def test_clock_that_is_read_by_a_system_call_is_told(
     (tmp_path / "source").write_text("hpet\n")
     monkeypatch.setattr(doctor, "CLOCK_SOURCE", tmp_path / "source")
     assert doctor._clock().verdict == "slower"
+
+
+def test_kernels_that_are_kept_nowhere_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = iter([Choice(None, ("/a: belongs to user 7",)), Choice(tmp_path, ("/b: others",))])
+    monkeypatch.setattr(kernel_folder, "choose", lambda: next(choices))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/b")
+    nowhere, elsewhere = doctor._kernels(), doctor._kernels()
+    assert (nowhere.verdict, elsewhere.verdict) == ("slower", "differs")
+    assert "/a: belongs to user 7" in nowhere.found
+    assert "compiles anew" in nowhere.advice
+    assert all("only this user can write to" in each.advice for each in (nowhere, elsewhere))
 
 
 def test_few_open_files_are_wrong_and_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
