@@ -250,7 +250,7 @@ def test_wrong_use_is_refused_whole(house: RoleCluster, case: str) -> None:
         assert each.push({"w": ONES, "b": np.ones(2)}).result().version == number
     assert np.allclose(other.pull("w"), -0.2)
     client.drain()
-    lent = len(client.dense.gradients._given)  # a slot that is still the caller's
+    lent = len(client.dense.gradients.given)  # a slot that is still the caller's
     assert len(client.connection.exchange._pool.taken) == lent
 
 

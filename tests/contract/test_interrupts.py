@@ -11,28 +11,36 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from tests.contract.conftest import MakeCluster
-from tests.contract.role_cluster import RoleCluster, wait_until
+from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 from tests.interrupter import SOURCES, Interrupter
 
 from paramserve.client import Client
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps, Sync
 from paramserve.core.table.options import Zeros
 from paramserve.errors import ClientClosed
-from paramserve.rules import Add
+from paramserve.rules import SGD, Add
+from paramserve.worker import Worker
 
 Array = np.ndarray[Any, Any]
 
 SIZE = 40_000
 KEYS = np.arange(64)
-SAMPLE = 32
-"""Moments of each call that the quick test tries."""
+ROW = 208
+"""Values of a model."""
+SLOT = 4 * ROW
+"""Bytes of them."""
+HANDING_OVER = ("Links.take_each", "Gradients.slot", "SlotPool.give_back", "Ticket.release")
+"""Within these a slot changes its owner: an interrupt between the two loses it."""
+ALPHA = 0.25
 
 
 class Trial:
@@ -40,10 +48,12 @@ class Trial:
 
     Attributes:
         pushes: whether the call itself adds 1.
+        sample: moments that the quick test tries.
         closed: how often the client closed itself.
     """
 
     pushes = True
+    sample = 32
     closed = 0
 
     def __init__(self, cluster: RoleCluster) -> None:
@@ -69,6 +79,17 @@ class Trial:
     def read(self) -> Array:
         return np.asarray(self.client.pull("w"))
 
+    def allowed(self) -> Sequence[int]:
+        """What the interrupted call may have added."""
+        return (0, 1) if self.pushes else (0,)
+
+    def check(self, where: str) -> None:
+        """What else must be true afterwards.
+
+        Args:
+            where: the interrupt came.
+        """
+
     def moments(self) -> int:
         """How many there are in one call."""
         self.act()  # What is found out once only was found out before.
@@ -81,7 +102,7 @@ class Trial:
         """Interrupt the call at a moment, and see that all is well."""
         interrupter = Interrupter(at)
         interrupter.run(self.act)
-        more, closed = 1, ""
+        more, closed, allowed = 1, "", self.allowed()
         try:
             self.push()
             now = self.read()
@@ -94,9 +115,11 @@ class Trial:
             self._begin_anew()
             now = self.read()
         gained = now - self.known - more
-        allowed = (0, 1) if self.pushes else (0,)
+        if closed:
+            allowed = (0, *allowed)
         assert np.isin(gained, allowed).all(), f"{interrupter.where}: {np.unique(gained)}"
         self.known = now
+        self.check(interrupter.where)
 
     def _begin_anew(self) -> None:
         number = self.client.connection.id
@@ -186,6 +209,116 @@ class TablePush(Trial):
         return self.client.table("t").pull(KEYS)
 
 
+class Adds(torch.optim.SGD):
+    """Each step adds 1, since all gradients are -1, and is counted."""
+
+    made = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.made += 1
+
+
+class OptimizerStep(Trial):
+    """`optimizer.step()` of the only worker, with the servers making the step."""
+
+    policy: ClassVar[Policy] = Sync()
+    sample = 12
+    overlap = False
+    own_steps = False
+
+    def connect(self) -> Client:
+        client = self.cluster.client(0)
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.zeros(ROW))
+        model.w.grad = -torch.ones(ROW)
+        self.param = model.w
+        kind = Adds if self.own_steps else torch.optim.SGD  # servers run no step of ours
+        self.optimizer: Any = kind(model.parameters(), lr=1.0)
+        options = {"consistency": self.policy, "overlap": self.overlap}
+        worker = Worker(client, 1)
+        worker.optimizer(model, self.optimizer, **options)
+        assert worker.clock >= 0  # Else it says that its loop does not begin there.
+        self.used = self.in_use(client)
+        return client
+
+    def prepare(self) -> None:
+        pass
+
+    def act(self) -> None:
+        self.optimizer.step()
+
+    def push(self) -> None:
+        self.optimizer.step()
+
+    def read(self) -> Array:
+        self.client.connection.exchange.settle(WAIT_S)
+        return np.asarray(self.client.pull("w"))
+
+    def interrupt(self, at: int) -> None:
+        self.made = getattr(self.optimizer, "made", 0)
+        super().interrupt(at)
+
+    def allowed(self) -> Sequence[int]:
+        return [self.optimizer.made - self.made] if self.own_steps else (0, 1)
+
+    def in_use(self, client: Client) -> int:
+        """Bytes of shared memory, when all that was sent is answered."""
+        client.connection.exchange.settle(WAIT_S)
+        client.steps.begin()
+        return client.connection.exchange._pool.in_use
+
+    def check(self, where: str) -> None:
+        now = self.in_use(self.client)
+        if where.rpartition(" ")[2] not in HANDING_OVER:
+            assert now <= self.used + SLOT * self.overlap, where
+        self.used = max(self.used, now - SLOT * self.overlap)
+
+
+class OverlappingStep(OptimizerStep):
+    overlap = True
+
+
+class LocalStep(OptimizerStep):
+    """An own step and an exchange."""
+
+    policy = LocalSteps(1, outer=SGD(lr=1.0))
+    own_steps = True
+
+
+class AsyncLocalStep(LocalStep):
+    policy = AsyncLocalSteps(1, SGD(lr=1.0))
+
+
+class ElasticStep(OptimizerStep):
+    """An own step and an exchange, by which both sides come nearer to each other by `ALPHA`.
+
+    An interrupt leaves out what the worker has not done yet: its step, the exchange, or its own
+    side of that.
+    """
+
+    policy = ElasticAverage(every=1, rho=ALPHA)
+    own_steps = True
+
+    def interrupt(self, at: int) -> None:
+        center, own = float(self.read()[0]), float(self.param.detach()[0])
+        made = self.optimizer.made
+        interrupter = Interrupter(at)
+        interrupter.run(self.act)
+        try:
+            self.push()
+        except ClientClosed:
+            self.closed += 1
+            self._begin_anew()
+            return
+        own += self.optimizer.made - made - 1
+        moved = center + ALPHA * (own - center)
+        befores = [(center, own), (moved, own), (moved, own + ALPHA * (center - own))]
+        wanted = [c + ALPHA * (x + 1 - c) for c, x in befores]
+        assert min(abs(each - self.read()[0]) for each in wanted) < 1e-3, interrupter.where
+        self.check(interrupter.where)
+
+
 ONE_SHARD = [pytest.param((kind, 1), marks=pytest.mark.slow) for kind in ("unix", "tcp")]
 
 
@@ -197,10 +330,11 @@ def workers_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -
     return make_cluster(kind, servers=shards, workers=1)
 
 
-@pytest.fixture(
-    params=[PushPull, Pull, AwaitedPush, SyncStep, Define, TablePush],
-    ids=lambda kind: kind.__name__,
-)
+CALLS = (PushPull, Pull, AwaitedPush, SyncStep, Define, TablePush)
+STEPS = (OptimizerStep, OverlappingStep, LocalStep, AsyncLocalStep, ElasticStep)
+
+
+@pytest.fixture(params=[*CALLS, *STEPS], ids=lambda kind: kind.__name__)
 def trial(
     request: pytest.FixtureRequest, workers_cluster: RoleCluster, tables_ready: None
 ) -> Iterator[Trial]:
@@ -212,7 +346,7 @@ def trial(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupt_at_some_moments_leaves_the_client_whole_or_closed(trial: Trial) -> None:
     moments = trial.moments()
-    for at in sorted(random.Random(moments).sample(range(1, moments + 1), SAMPLE)):
+    for at in sorted(random.Random(moments).sample(range(1, moments + 1), trial.sample)):
         trial.interrupt(at)
 
 

@@ -87,6 +87,7 @@ class Dense:
         clip_norm: float = 0.0,
         tables: Sequence[TablePush] = (),
         note: bytes = b"",
+        numbered: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
         """Push, tick and pull blocks of one group in one message to each shard.
 
@@ -100,6 +101,8 @@ class Dense:
             tables: gradients of tables that step together with the group; they go before it in the
                 same messages, each by its own table's policy, and are not clipped.
             note: what `notes` gives of this rank from now on; empty: what it gave before.
+            numbered: as of `StepParts`: gets the ticket, whose slots are the owner's of it from
+                then on.
         Raises:
             NonFinite: with rank and tensor.
             ValueError: blocks of another group, a gradient that is not from `gradient_slot`, or a
@@ -127,6 +130,7 @@ class Dense:
                 rows = self._keyed.checked(tables)
                 before = self._keyed.parts(rows, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
+            given = self.gradients.given
             largest = -1.0
             try:
                 if skip:
@@ -141,7 +145,14 @@ class Dense:
                 clip(pushes, clip_norm)
                 clip_norm = 0.0
             options = StepOptions(tick, weight, skip, clip_norm, note, largest)
-            parts = StepParts("step", first, pushes, pull, options)
+
+            def sent(ticket: Ticket) -> None:
+                for each, _ in pushes:
+                    del given[each.block.id]
+                if numbered is not None:
+                    numbered(ticket)
+
+            parts = StepParts("step", first, pushes, pull, options, lent=True, numbered=sent)
             tickets = self._steps.send([*before, parts])
             return joined(tickets) if before else tickets[0]
 

@@ -37,8 +37,8 @@ class Gradients:
         self._exchange = exchange
         self._refuses = refuses
         self._rank = rank
-        self._given: dict[int, tuple[Slot, Array]] = {}
-        """By block: what `slot` has given out and no step has taken yet, with the slot."""
+        self.given: dict[int, tuple[Slot, Array]] = {}
+        """By block: what `slot` has given out, with the slot; until the number of its step."""
         self._lent: dict[int, Filling] = {}
         """By block: the slot whose pieces `lend` gives out."""
 
@@ -46,13 +46,14 @@ class Gradients:
 
     def slot(self, block: Block) -> Array:
         """[block.size] of shared memory to write a gradient to; the same until a step takes it."""
-        if block.id not in self._given:
+        if block.id not in self.given:
             (slot,) = self._exchange.take_each([block.nbytes])
-            self._given[block.id] = slot, slot.array(block)
-        return self._given[block.id][1]
+            self.given[block.id] = slot, slot.array(block)
+        return self.given[block.id][1]
 
     def take(self, push: Sequence[BlockPush]) -> tuple[Pushes, float]:
-        """Gradients that were written to their slots: to be sent, and their largest element.
+        """Gradients that were written to their slots: to be sent, and their largest element. The
+        slots stay given out.
 
         Raises:
             ValueError: one does not lie in its block's slot.
@@ -66,21 +67,19 @@ class Gradients:
             largest = found if found > largest else largest
         if largest == math.inf and self._refuses(push[0].block):
             raise self._nonfinite(_first_nonfinite(push))
-        for each in push:
-            del self._given[each.block.id]
         return pushes, largest
 
     def drop(self, push: Sequence[BlockPush]) -> None:
         """Gradients that will not be sent."""
         pushes = self._given_for(push)
         for each in push:
-            del self._given[each.block.id]
+            del self.given[each.block.id]
         self._exchange.give_back([slot for _, slot in pushes])
 
     def _given_for(self, push: Sequence[BlockPush]) -> Pushes:
         """Gradients with the slots that they were given out in."""
         pushes: Pushes = []
-        given, seen = self._given, set[int]()
+        given, seen = self.given, set[int]()
         for each in push:
             block, active = each.block, each.active
             known = block.id in given and block.id not in seen

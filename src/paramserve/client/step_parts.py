@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,8 @@ class StepOptions(Struct, frozen=True, gc=False):
 class StepParts(Struct, frozen=True, eq=False):
     """One group's part of a call.
 
-    `pushes` and `row_pushes` are captured: their slots go back when all shards have answered.
+    `pushes` and `row_pushes` are captured: their slots go back when all shards have answered, or
+    where nothing is sent.
     """
 
     what: str
@@ -155,6 +156,11 @@ class StepParts(Struct, frozen=True, eq=False):
     """Of pushes that waited for this tick: they have its outcome."""
     by_name: bool = False
     """Whether blocks are read by name, which ends the views of an earlier such read."""
+    lent: bool = False
+    """Whether the slots of `pushes` stay the caller's until the call is numbered."""
+    numbered: Callable[[Ticket], object] | None = None
+    """Called as soon as the call is certain to be sent, before anything of it is. An interrupt
+    within it closes the client."""
 
     def order(self) -> tuple[bool, int]:
         """In which all clients send the parts of a call: tables first, then by group. A shard runs
@@ -171,6 +177,12 @@ class StepParts(Struct, frozen=True, eq=False):
     def read_slots(self) -> list[Slot]:
         """Those of rows that are read."""
         return [each.slot for each in self.row_pulls]
+
+    @property
+    def taken_slots(self) -> list[Slot]:
+        """Those that go back where nothing is sent."""
+        gradients = [] if self.lent else [slot for _, slot in self.pushes]
+        return [*gradients, *(each.slot for each in self.row_pushes), *self.read_slots]
 
 
 def check_weight(weight: float | None) -> None:

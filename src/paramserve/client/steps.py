@@ -345,6 +345,8 @@ class Steps(ClientClocks):
         """A call is certain to be sent."""
         for each in sent:
             parts = each.parts
+            if parts.numbered is not None:
+                parts.numbered(each.ticket)
             if parts.options.tick:
                 self.go_on(parts.block.group_name, each.clock + 1)
                 self.membership.stepped(parts.block)
@@ -420,10 +422,10 @@ class Steps(ClientClocks):
                 sent = self._prepare(each, values, *own, follows)
                 prepared += [sent]
                 calls += [(sent.requests, sent.operation)]
-            tells = ticked or self.encoder is not None
+            tells = ticked or self.encoder is not None or parts[-1].numbered is not None
             exchange.submit_together(calls, partial(self._numbered, prepared) if tells else None)
         except BaseException as error:
-            taken = [slot for each in parts for slot in (*each.slots, *each.read_slots)]
+            taken = [slot for each in parts for slot in each.taken_slots]
             if self._broken_off(prepared, [*taken, *values], error):
                 for each in parts:
                     fail_staged(each.block.group_name, each.staged, error)

@@ -21,7 +21,7 @@ from torch import Tensor
 from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
-from paramserve.errors import warn_user
+from paramserve.errors import ParamServeError, warn_user
 from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.block import (
     AdoptedBlock,
@@ -174,6 +174,9 @@ class Adopted(ABC, Generic[B]):
         """The lists of parameters as the parts' groups were found from them."""
         self.history = History()
         """What became of its steps."""
+        self._sent: list[Ticket] = []
+        """Of steps whose answers are not in the model yet, oldest first. What an interrupt or a
+        timeout has left here is forgotten with the next step: its slots go back then."""
         self._clocked = settings.name
         """The group whose clock its steps count."""
         self._unserved: dict[int, Tensor] = {}
@@ -540,31 +543,54 @@ class Adopted(ABC, Generic[B]):
         """Take the servers' present values."""
         blocks = [part.block for part in parts]
         ticket = self._client.dense.step(self._settings.name, (), pull=blocks, tick=False)
-        with torch.no_grad():
-            self._install(ticket, ticket.result(), parts)
+        try:
+            values = ticket.result().values
+            with torch.no_grad():
+                for part in parts:
+                    part.scatter(values[part.block.id])
+        except BaseException:
+            self._client.steps.forget(ticket)
+            raise
+        ticket.release()
 
-    def _answered(self, ticket: Ticket, behind: int = 0) -> Outcome:
-        """Wait for the answer to a step, and remember what became of it.
+    # --- steps under way --------------------------------------------------------------------------
 
-        Args:
-            behind: steps that were sent after it.
-        """
+    def _numbered(self, ticket: Ticket) -> None:
+        """A step is certain to be sent. What goes with it changes here and nowhere else: an
+        interrupt later repeats and loses nothing, and one in here closes the client."""
+        self._sent += [ticket]
+
+    def _forget(self, keep: int = 0) -> None:
+        """Leave steps to the client whose answers were not taken, but for the last so many."""
+        while self._sent[keep:]:
+            self._client.steps.forget(self._sent[0])
+            del self._sent[0]
+
+    def _take_oldest(self) -> None:
+        """Wait for the answer to the oldest step under way, remember what became of it, and install
+        its values."""
+        ticket, *after = self._sent
         began = perf_counter()
-        outcome = ticket.result()
+        try:
+            outcome = ticket.result()
+        except ParamServeError:
+            if ticket.done():  # it was refused, and is over
+                del self._sent[0]
+            raise
         waited_s = perf_counter() - began
-        clock = self._client.steps.clocks.get(self._clocked, 0) - behind
+        clock = self._client.steps.clocks.get(self._clocked, 0)
+        for _ in after:
+            clock -= 1
         version, staleness = outcome.version, outcome.staleness
         self.history.add(StepRecord(clock, version, staleness, waited_s, outcome.skipped))
-        return outcome
+        self._install(outcome)
+        ticket.release()
+        del self._sent[0]
 
-    def _install(self, ticket: Ticket, outcome: Outcome, parts: Sequence[B]) -> None:
+    def _install(self, outcome: Outcome) -> None:
         """Copy a step's values into the parameters."""
-        values = outcome.values
-        try:
-            for part in parts:
-                part.scatter(values[part.block.id])
-        finally:
-            ticket.release()
+        for part in self._parts:
+            part.scatter(outcome.values[part.block.id])
 
     def _weight(self) -> float:
         """Of this step; asked before the client's step, which ends what the loader has counted."""

@@ -414,13 +414,16 @@ class ServedBlock(AdoptedBlock):
             raise
 
     def scatter(self, values: npt.NDArray[Any]) -> None:
+        self._versions = []  # an interrupt leaves it so
         super().scatter(values)
         if self.watches:
-            self._versions = [param._version for param in self._params]
             self._sample.take()
+            self._versions = [param._version for param in self._params]
 
     def changed_outside(self) -> str | None:
         """The name of a parameter that was written to since the last `scatter`."""
+        if not self._versions:
+            return None
         versions = [param._version for param in self._params]
         if versions == self._versions:
             place = self._sample.changed()

@@ -35,7 +35,6 @@ from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
-    from paramserve.client import Ticket
     from paramserve.client.table import TablePush
     from paramserve.worker import Worker
 
@@ -62,7 +61,6 @@ class Hybrid(Adopted[AdoptedBlock]):
                 "worker.optimizer(...)"
             )
         super().__init__(worker, model, settings, apart=several)
-        self._sent: Ticket | None = None
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[AdoptedBlock]]:
         return []
@@ -145,19 +143,20 @@ class Hybrid(Adopted[AdoptedBlock]):
         """Send the rows, and raise what became of the push before: these rows are sent all the
         same, for the dense layers have made this step."""
         weight = self._weight()
-        before, self._sent = self._sent, None
         try:
-            if before is not None:
-                self._answered(before)
+            if self._sent:
+                self._take_oldest()
         finally:
+            self._forget()
             if taken:
-                self._sent = self._client.push_tables(taken, tick=True, weight=weight, leased=True)
+                self._sent += [
+                    self._client.push_tables(taken, tick=True, weight=weight, leased=True)
+                ]
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""
-        ticket, self._sent = self._sent, None
-        if ticket is not None:
-            self._answered(ticket)
+        if self._sent:
+            self._take_oldest()
         super().finish()
 
 

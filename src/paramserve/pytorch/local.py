@@ -27,6 +27,7 @@ from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
+    from paramserve.client.ticket import Outcome
     from paramserve.core.partition import Block
     from paramserve.worker import Worker
 
@@ -114,6 +115,7 @@ class Local(Adopted[B]):
                 for part in self._parts:
                     check_unscaled(part.layout)
                 unscale(params, reciprocal(grad_scale))
+            self._before_own_step()
             loss = own_step(self._clipping(params, closure))
         self.since += 1
         try:
@@ -155,6 +157,9 @@ class Local(Adopted[B]):
 
         return clipped
 
+    def _before_own_step(self) -> None:
+        """Called before the values change."""
+
     def _stepped(self, groups: Sequence[ParamGroup]) -> None:
         """What the exchange needs of an own step; called after each."""
 
@@ -166,20 +171,28 @@ class Local(Adopted[B]):
             NonFinite: this worker's values hold NaN or Inf. Nothing was sent or counted.
         """
 
-    def _send(self, push: Sequence[BlockPush], pull: Sequence[Block], weight: float) -> Ticket:
-        """Push, tick and pull, and count from here. The ticket may still fail.
+    def _send(self, push: Sequence[BlockPush], pull: Sequence[Block], weight: float) -> None:
+        """Push, tick and pull, and count from here.
 
         Args:
             weight: samples behind what is pushed.
         """
+        self._forget()
         note = self._schedules.note()
         options: dict[str, Any] = {"note": note} if note else {}
-        ticket = self._client.dense.step(
-            self._settings.name, push, pull=pull, weight=weight, **options
+        self._client.dense.step(
+            self._settings.name,
+            push,
+            pull=pull,
+            weight=weight,
+            numbered=self._numbered,
+            **options,
         )
+
+    def _numbered(self, ticket: Ticket) -> None:
+        super()._numbered(ticket)
         self.since, self._samples = 0, 0.0
         self._schedules.sent()
-        return ticket
 
 
 def unscale(params: Sequence[Tensor], factor: float) -> None:
@@ -202,6 +215,10 @@ class StartedBlock(AdoptedBlock):
     def scatter(self, values: npt.NDArray[Any]) -> None:
         """Copy the block's values [size] into the parameters: the next steps start there."""
         super().scatter(values)
+        self.start_here()
+
+    def start_here(self) -> None:
+        """The next difference has the own steps from here on."""
         torch._foreach_copy_(self._starts, self._params)
 
     def merge(self, values: npt.NDArray[Any], stays: float) -> None:
@@ -251,8 +268,14 @@ class LocalStepping(Local[StartedBlock]):
         """Samples behind the own steps since each was sent, until the last exchange."""
         self._changed: set[int] = set()
         """Fragments that own steps have changed since they were sent."""
-        self._sent: tuple[Ticket, Sequence[StartedBlock]] | None = None
-        """An exchange whose values are not in the model yet."""
+        self._turn: set[int] = set()
+        """Fragments of the exchange that is about to be sent, or was sent last."""
+        self._chosen: Sequence[StartedBlock] = ()
+        """Blocks of these."""
+        self._pushed: Sequence[StartedBlock] = ()
+        """Those of them that were sent, and have to start where their difference ended."""
+        self._expects = False
+        """Whether values of an exchange are to come into the model."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """As `Local.start`.
@@ -295,11 +318,23 @@ class LocalStepping(Local[StartedBlock]):
             params = tuple(layout.params[place] for place in places)
             yield layout._replace(names=names, params=params)
 
-    def _stepped(self, groups: Sequence[ParamGroup]) -> None:
+    def _before_own_step(self) -> None:
+        self._start_where_pushed()
         self._changed.update(range(self._fragments))
+
+    def _start_where_pushed(self) -> None:
+        """What was sent is in no other difference, also where an interrupt or a timeout ended the
+        wait for its answer."""
+        if self._pushed:
+            with torch.no_grad():
+                for part in self._pushed:
+                    part.start_here()
+            self._pushed = ()
+
+    def _stepped(self, groups: Sequence[ParamGroup]) -> None:
         if self._pace is not None:
             self._pace.step()
-        if self._sent is not None and self.since == self._delay:
+        if self._expects and self.since == self._delay:
             with torch.no_grad():
                 self._arrive()
 
@@ -325,28 +360,34 @@ class LocalStepping(Local[StartedBlock]):
 
         Blocks go by turns, in the order in which they were defined: so does a rank that comes late.
         """
-        chosen = [
+        self._start_where_pushed()
+        self._expects = False
+        self._turn = fragments
+        self._chosen = [
             part for nth, part in enumerate(self._parts) if nth % self._fragments in fragments
         ]
-        push = [part.difference(self._client) for part in chosen]
+        push = [part.difference(self._client) for part in self._chosen]
+        weight = max(self._behind[fragment] for fragment in fragments) + self._samples
+        self._send(push, [part.block for part in self._chosen], weight)
+
+    def _numbered(self, ticket: Ticket) -> None:
         behind = [before + self._samples for before in self._behind]
-        weight = max(behind[fragment] for fragment in fragments)
-        ticket = self._send(push, [part.block for part in chosen], weight)
-        self._behind = [0.0 if f in fragments else each for f, each in enumerate(behind)]
-        self._changed -= fragments
-        self._sent = ticket, chosen
+        super()._numbered(ticket)
+        self._behind = [0.0 if f in self._turn else each for f, each in enumerate(behind)]
+        self._changed = self._changed - self._turn
+        self._pushed, self._expects = self._chosen, True
 
     def _arrive(self) -> None:
-        """Wait for the exchange that is on its way, if there is one, and take its values."""
-        if self._sent is None:
-            return
-        (ticket, parts), self._sent = self._sent, None
-        values = self._answered(ticket).values
-        try:
-            for part in parts:
-                part.merge(values[part.block.id], self._stays)
-        finally:
-            ticket.release()
+        """Wait for the exchange that is on its way, if there is one, and take its values. An
+        interrupt or a timeout leaves them out: own steps that follow would be lost in them."""
+        if self._expects:
+            self._expects = False
+            self._take_oldest()
+            self._pushed = ()
+
+    def _install(self, outcome: Outcome) -> None:
+        for part in self._chosen:
+            part.merge(outcome.values[part.block.id], self._stays)
 
 
 # --- ElasticAverage ----------------------------------------------------------------------------
@@ -391,6 +432,8 @@ class Elastic(Local[ElasticBlock]):
         self._rho = policy.rho
         self._lrs: dict[int, float] = {}
         """Of each parameter group in its last own step: a scheduler may have gone on since."""
+        self._moved: Mapping[int | None, float] = {}
+        """By what part of the distance the center moves in the exchange under way."""
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[ElasticBlock]]:
         self._lrs[index] = _lr_of(index, group)
@@ -421,18 +464,18 @@ class Elastic(Local[ElasticBlock]):
         alphas: dict[int | None, float] = {index: self._alpha(index) for index in self._lrs}
         alphas[None] = 0.0  # in no group any more: neither side moves
         push = [part.own_values(self._client, alphas[part.group]) for part in self._parts]
-        ticket = self._send(push, self._blocks, self._samples)
-        outcome = self._answered(ticket)
-        try:
-            for part in self._parts:
-                center = outcome.values[part.block.id]
-                if outcome.skipped:
-                    # on_nonfinite="skip": own values with NaN or Inf in them would never recover.
-                    part.scatter(center)
-                else:
-                    part.approach(center, alphas[part.group])
-        finally:
-            ticket.release()
+        self._moved = alphas
+        self._send(push, self._blocks, self._samples)
+        self._take_oldest()
+
+    def _install(self, outcome: Outcome) -> None:
+        for part in self._parts:
+            center = outcome.values[part.block.id]
+            if outcome.skipped:
+                # on_nonfinite="skip": own values with NaN or Inf in them would never recover.
+                part.scatter(center)
+            else:
+                part.approach(center, self._moved[part.group])
 
 
 def moving(alpha: float) -> SGD:

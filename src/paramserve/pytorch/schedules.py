@@ -172,9 +172,15 @@ class Schedules:
                 positions = [_position(each) for each in self._alive()]
         self._quick, self._positions = quick, positions
 
-    def made(self) -> None:
-        """The step of the last `before_step` was made, and counts."""
+    def made(self, *, sent: bool = False) -> None:
+        """The step of the last `before_step` was made, and counts.
+
+        Args:
+            sent: with the last `note`; as `sent`.
+        """
         self._steps += 1
+        if sent:
+            self._told = self._telling
 
     def note(self) -> bytes:
         """Of the step of the last `before_step`; empty if it says what was sent last."""

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 
 class Served(Adopted[ServedBlock]):
-    """An optimizer whose steps the servers make, and its outstanding ticket."""
+    """An optimizer whose steps the servers make."""
 
     def __init__(
         self, worker: Worker, model: torch.nn.Module, kind: Kind, settings: Settings
     ) -> None:
         super().__init__(worker, model, settings)
         self._kind = kind
-        self._pending: Ticket | None = None
+        self._stay = int(settings.overlap)
+        """Steps that are under way between two calls of `step`."""
         self._unserved_state: torch_state.State = {}
         """Of frozen parameters: it was loaded, and goes to the servers when they do."""
         self._warned = False
@@ -112,7 +113,9 @@ class Served(Adopted[ServedBlock]):
         self.regroup(groups)
         if not self._warned:
             self._warn_of_changes()
-        client, settings = self._client, self._settings
+        if self._sent[self._stay :]:
+            self._forget(keep=self._stay)
+        client = self._client
         note = {}
         if self._parts:
             self._schedules.before_step(groups)
@@ -120,34 +123,37 @@ class Served(Adopted[ServedBlock]):
                 note["note"] = told
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
-            ticket = self._send((), self.tables.drop(), weight=weight, skip=True, **note)
+            self._send((), self.tables.drop(), weight=weight, skip=True, **note)
         else:
             unscale = reciprocal(grad_scale) if grad_scale is not None else None
             push = [part.gather(client, groups, unscale) for part in self._parts]
             rows = self.tables.take(unscale)
             clip_norm = self._clip(push, rows)
-            ticket = self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
-        if self._parts:
-            self._schedules.made()
-            self._schedules.sent()
-        ready: Ticket | None = ticket
-        if settings.overlap:
-            ready, self._pending = self._pending, ticket
-        if ready is not None:
-            self._install(ready, self._answered(ready, int(settings.overlap)), self._parts)
+            self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
+        if self._sent[self._stay :]:
+            self._take_oldest()
         self._count_step()
 
     def _send(
         self, push: Sequence[BlockPush], rows: Sequence[TablePush], *, weight: float, **options: Any
-    ) -> Ticket:
+    ) -> None:
         """Push, tick and pull, blocks and tables in one message to each shard."""
         if not self._parts:
             skip = options.get("skip", False)
-            return self._client.push_tables(rows, tick=True, weight=weight, skip=skip, leased=True)
+            self._sent += [
+                self._client.push_tables(rows, tick=True, weight=weight, skip=skip, leased=True)
+            ]
+            return
         if rows:
             options["tables"] = rows
-        name = self._settings.name
-        return self._client.dense.step(name, push, pull=self._blocks, weight=weight, **options)
+        name, numbered = self._settings.name, self._numbered
+        self._client.dense.step(
+            name, push, pull=self._blocks, weight=weight, numbered=numbered, **options
+        )
+
+    def _numbered(self, ticket: Ticket) -> None:
+        self._sent += [ticket]
+        self._schedules.made(sent=True)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""
@@ -167,10 +173,10 @@ class Served(Adopted[ServedBlock]):
 
     def install_pending(self) -> None:
         """Wait for the push that `overlap` left outstanding, and install its values."""
-        ticket, self._pending = self._pending, None
-        if ticket is not None:
+        self._forget(keep=self._stay)
+        if self._sent:
             with torch.no_grad():
-                self._install(ticket, self._answered(ticket), self._parts)
+                self._take_oldest()
 
     def _warn_of_changes(self) -> None:
         for part in self._parts:

@@ -374,7 +374,17 @@ class FakeClient:
         return slots[-1]
 
     def step(
-        self, group, push, *, pull=(), tick=True, weight=1.0, skip=False, clip_norm=0.0, note=b""
+        self,
+        group,
+        push,
+        *,
+        pull=(),
+        tick=True,
+        weight=1.0,
+        skip=False,
+        clip_norm=0.0,
+        note=b"",
+        numbered=lambda ticket: None,
     ) -> FakeTicket:
         for each in push:
             for i, piece in enumerate(each.block.pieces):
@@ -393,7 +403,11 @@ class FakeClient:
         outstanding = [t for t in self.tickets if not t.released]
         assert len(outstanding) <= 2, "more than two steps outstanding"
         self.tickets = outstanding
+        numbered(ticket)
         return ticket
+
+    def forget(self, ticket: FakeTicket) -> None:
+        ticket.released = True
 
     def fetch(self, block: FakeBlock, field: int) -> tuple[np.ndarray, tuple[int, ...]]:
         array = block.state[field - 1] if field else block.values
