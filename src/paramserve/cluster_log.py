@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from paramserve.core.cut import CUT_LIMIT_MAX_S
 from paramserve.core.membership import DEAD, EXPECTED, LEFT, LIVE, RESTARTING, RETIRING, ServerEntry
 from paramserve.logs import event
 from paramserve.messages import CheckpointReport, Failed, Member, Members, ServerBeat
@@ -140,6 +141,19 @@ class ClusterLog:
             report.pause_s * 1e3,
             extra=extra,
         )
+        if report.left_out:
+            names = report.left_out
+            left = event(
+                "checkpoint-left-out", role="coordinator", checkpoint=report.name, left_out=names
+            )
+            logger.warning(
+                "checkpoint %s has the last push of %s on some servers only: all have waited "
+                "%.0f s for the rest of it",
+                report.name,
+                names,
+                CUT_LIMIT_MAX_S,
+                extra=left,
+            )
 
     def tell_paused(self, paused_s: float, stall_s: float) -> None:
         """Log that the coordinator did not run for so long."""

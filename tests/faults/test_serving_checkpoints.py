@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.faults.servers import Servers
 
 import paramserve as ps
@@ -17,6 +18,9 @@ from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.cli import main
 from paramserve.errors import CheckpointError, CheckpointFolderTaken, CoordinatorGone, ServerGone
+from paramserve.messages import Bye, Watch, encode
+from paramserve.transport.auth import credentials_of
+from paramserve.transport.link import Link
 
 EVERY_S = 0.1
 WAIT_S = 20.0
@@ -199,3 +203,48 @@ def test_servers_that_are_told_to_end_write_a_last_checkpoint_in_any_order(
         np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 7.0))
     again.signal(signal.SIGTERM)
     again.finish()
+
+
+def test_clients_that_end_in_another_order_on_each_server_hold_up_no_checkpoint(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """As of threads that close at one time; then more clients, one by one."""
+    runs = tmp_path / "runs"
+    processes, address = servers.pair(workers=1, checkpoint=str(runs), every_s=EVERY_S)
+    with connect(servers, address) as worker:
+        worker.client.define({"w": np.zeros(4)}, rule=ps.Add(), group="model")
+        links = [visit(worker, servers, number) for number in range(60)]
+        for first, second in ((0, 1), (1, 0)):
+            for number, pair in enumerate(links):
+                pair[first if number % 2 else second].send(encode(Bye()))
+            time.sleep(0.2)
+        for pair in links:
+            for link in pair:
+                link.close()
+        for number in range(60, 300):
+            for link in visit(worker, servers, number):
+                link.send(encode(Bye()))
+                link.close()
+        wait_for_another(runs)
+        with ps.attach(address, token_file=servers.token) as cluster:
+            told = cluster.status().checkpoints
+        assert told is not None
+        assert told.failed == 0
+    for each in processes:
+        each.signal(signal.SIGTERM)
+    for each in processes:
+        each.finish()
+
+
+def visit(worker: Any, servers: Servers, number: int) -> list[Link]:
+    """A client that no worker waits for connects to both servers and has one call answered."""
+    exchange = worker.client.connection.exchange
+    hello = structs.replace(exchange._hello, client=1000 + number, rank=-1, again=False)
+    links = []
+    for shard in exchange.shards:
+        options = {"credentials": credentials_of(servers.token), "timeout_s": WAIT_S}
+        links.append(Link.connect(shard.addresses, hello, **options))
+        links[-1].send(encode(Watch(1, 0, 0, 0)))
+    for link in links:
+        link.receive(WAIT_S)
+    return links

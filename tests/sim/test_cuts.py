@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import pytest
@@ -13,9 +13,10 @@ from paramserve.core import cut as cut_module
 from paramserve.core.cut import CutAgreement
 from paramserve.core.cut_parts import BlockCopy, ShardCut
 from paramserve.core.cut_state import group_record
+from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
 from paramserve.messages import Commit, CutAt, CutTo
-from paramserve.testing import Scenario, Violation
+from paramserve.testing import Faults, Scenario, Violation
 from paramserve.testing.cuts import (
     SimulatedCuts,
     SimulatedMixedCuts,
@@ -23,11 +24,14 @@ from paramserve.testing.cuts import (
     replay,
 )
 from paramserve.testing.simulated import rerun
+from paramserve.testing.visitors import SimulatedVisits
 
 SEEDS = 8
 MANY = 200
 FOUND_WITHIN = 40
 """Seeds after which a planted bug has been found."""
+EVICTED_BEHIND = 2
+VISITS = {"consistency": Async(), "workers": 2, "faults": Faults(slow=0.1)}
 
 
 @pytest.mark.parametrize("policy", ["async", "bounded-1", "sync", "sync-backup"])
@@ -49,6 +53,21 @@ def test_seeds_of_tables_with_cuts_keep_every_invariant(policy: str) -> None:
 def test_seeds_of_leases_with_cuts_have_the_marks_of_the_same_steps() -> None:
     for seed in range(SEEDS // 2):
         replay(seed, consistency=Async(), others=(), samples=60)
+
+
+@pytest.mark.parametrize("faults", [Faults(slow=0.1), None])
+def test_seeds_with_clients_that_come_and_go_keep_every_invariant(faults: Faults | None) -> None:
+    for seed in range(SEEDS // 2):
+        rerun(SimulatedVisits, seed, None, consistency=Async(), others=(), faults=faults, workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["async", "sync"])
+def test_many_seeds_with_clients_that_come_and_go_keep_every_invariant(policy: str) -> None:
+    for seed in range(SEEDS, MANY):
+        for faults in (Faults(slow=0.1), None):
+            options = {"consistency": POLICIES[policy], "faults": faults, "workers": 2}
+            rerun(SimulatedVisits, seed, None, others=(), **options)
 
 
 @pytest.mark.slow
@@ -82,8 +101,8 @@ def test_cuts_are_taken_while_clients_push() -> None:
 def the_lowest_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard 0 answers with the lowest number of each client."""
 
-    def lowest(number: int, told: list[CutAt]) -> CutTo:
-        highest = whole(number, told)
+    def lowest(number: int, told: list[CutAt], left_out: Set[int]) -> CutTo:
+        highest = whole(number, told, left_out)
         least = {
             client: min({c: n for c, n, _ in each.clients}.get(client, 0) for each in told)
             for client, _ in highest.clients
@@ -118,6 +137,49 @@ def a_row_copied_after_its_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowsCopy, "before", lambda copy, rows: None)
 
 
+def clients_evicted_by_each_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard remembers the last clients that have ended there, and waits for all others."""
+    ended: dict[int, dict[int, int]] = {}
+    close, reached = Sessions.close, CutAgreement._reached
+
+    def forget(sessions: Sessions, client: int, answered: bool) -> bool:
+        own = ended.setdefault(id(sessions), {})
+        if client in sessions.by_client:
+            own[client] = sessions.by_client[client].executed
+        if len(own) > EVICTED_BEHIND:
+            del own[next(iter(own))]
+        changed = close(sessions, client, answered)
+        sessions.closed.clear()
+        sessions.closed.update(own)
+        return changed
+
+    def wait(cuts: CutAgreement) -> bool:
+        known = cuts._sessions.by_client.keys() | cuts._sessions.closed
+        return known >= {each for each, seq in cuts._clients.items() if seq} and reached(cuts)
+
+    monkeypatch.setattr(Sessions, "close", forget)
+    monkeypatch.setattr(CutAgreement, "_reached", wait)
+
+
+def client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is still on its way to the others is not waited for."""
+    whole = cut_module._highest
+
+    def highest(number: int, told: list[CutAt], left_out: Set[int]) -> CutTo:
+        closed = {client for each in told for client in each.closed}
+        return whole(number, told, left_out | closed)
+
+    monkeypatch.setattr(cut_module, "_highest", highest)
+
+
+def goodbye_behind_unanswered_requests_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard remembers no client that has ended."""
+    close = Sessions.close
+    monkeypatch.setattr(Sessions, "close", lambda self, client, answered: close(self, client, True))
+
+
 def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is used of the leases is read when the cut is."""
     whole = ShardCut.__init__
@@ -144,6 +206,9 @@ def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (a_copy_after_the_first_write, SimulatedCuts, {}),
         (a_row_copied_after_its_first_write, SimulatedTableCuts, {"consistency": Async()}),
         (marks_of_after_the_cut, SimulatedCuts, {"consistency": Async(), "samples": 60}),
+        (clients_evicted_by_each_shard_alone, SimulatedVisits, VISITS),
+        (client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard, SimulatedVisits, VISITS),
+        (goodbye_behind_unanswered_requests_forgotten, SimulatedVisits, VISITS),
     ],
 )
 def test_bug_of_a_cut_is_found(

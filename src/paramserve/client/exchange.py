@@ -571,10 +571,11 @@ class Exchange(Links):
             if self._closed:
                 return
             self._reason = reason
+            goodbye = encode(Bye(self._nothing_outstanding))
             for shard in self.shards:
                 if shard.link is not None and bye and shard.number not in self._mid_call:
                     with contextlib.suppress(ConnectionError, ParamServeError):
-                        shard.link.send(encode(Bye()))
+                        shard.link.send(goodbye)
                 self._disconnect(shard)
             self._closed = True
             for shard in self.shards:
@@ -585,6 +586,12 @@ class Exchange(Links):
             self._pool = SlotPool(self._slot)
             self.returned.clear()
             self._condition.notify_all()
+
+    @property
+    def _nothing_outstanding(self) -> bool:
+        """Whether all shards have answered all that any of them was sent."""
+        whole = self._gone is None and not self._torn and not self._mid_call
+        return whole and not any(shard.session.unanswered for shard in self.shards)
 
     def abandon(self) -> None:
         """This process is a fork of the client's: a call that waits on its copy is told so."""

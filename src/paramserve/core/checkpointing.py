@@ -423,6 +423,7 @@ class Checkpointing:
             pause_s=_pause_s(under_way),
             seconds=now - under_way.began,
             committed=self._report.committed + 1,
+            left_out=under_way.cut.left_out,
         )
         self._end(under_way, committed=True)
 

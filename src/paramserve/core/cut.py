@@ -10,6 +10,16 @@ step in one call, it lies between two calls if that needs nothing that is still 
 All messages may be lost or repeated. A shard that has stopped for `CutAsk.limit_s` goes on by
 itself; the cut is given up then and tried again later, with twice that limit. None is taken while a
 policy changes.
+
+A shard waits only for requests that may still come: not for those of a client whose session has
+ended there, is fenced, or has had no link for a while, nor of one that it does not know (a client
+has a session on every shard before it sends its first request). So a client that says goodbye
+behind its requests is in the cut with all of them on all shards, in whatever order its goodbyes
+arrive: a shard where it has ended reports how far it came there, and the others wait for what is on
+its way. Those reports need a memory only where something was unanswered at the goodbye, and the
+shards let go of it together (`CutTo.over`). A client that stands still with some of its requests
+on some shards only is waited for in the longest attempt, once; then the cut is taken without that
+request, and it is named (`CutOver.torn`).
 """
 
 from __future__ import annotations
@@ -77,12 +87,15 @@ class Wanted:
         session: whose request waits for it; None: no client's.
         until: tried again until then.
         limit_s: of the next attempt.
+        leaves_out: whether the longest attempt has failed, because of clients that stood still: one
+            more is made, which leaves them out.
     """
 
     ask: CutAsk
     session: ShardSession | None
     until: float
     limit_s: float = CUT_LIMIT_S
+    leaves_out: bool = False
 
 
 @dataclass
@@ -152,6 +165,11 @@ class CutAgreement:
         self._leading: Leading | None = None
         self._wanted: deque[Wanted] = deque()
         self._retry_at = 0.0
+        self._late: dict[tuple[int, int], int] = {}
+        """Of shard 0: by client and shard, its number there, where the longest attempt has waited
+        in vain for what other shards had of it, and nothing has come since."""
+        self._over: tuple[int, ...] = ()
+        """Clients that are remembered no longer once the shard has its part of the cut."""
         self._told: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
         self._number = 0
@@ -264,7 +282,8 @@ class CutAgreement:
             return
         leading.told[message.shard] = message
         if len(leading.told) == self._shards and leading.to is None:
-            leading.to = _highest(message.number, list(leading.told.values()))
+            told = list(leading.told.values())
+            leading.to = _highest(message.number, told, self._standing_still(told))
             self._tell_all()
 
     def _on_done(self, message: CutDone) -> None:
@@ -287,7 +306,8 @@ class CutAgreement:
             self._outbox.append(Reply(session, answer))
         if leading.wanted.ask.checkpoint and part is not None:
             if _same_rows(leading):
-                self._tell(_taken(leading, part, torn))
+                left_out = self._named({client for client, _ in self._late})
+                self._tell(_taken(leading, part, torn, left_out))
                 if part.residuals:
                     last = tuple((client, part.clients[client]) for client in part.residuals)
                     self._outbox.append(Tell(ResidualsWanted(message.number, last)))
@@ -305,7 +325,8 @@ class CutAgreement:
         wanted, self._leading = leading.wanted, None
         for shard in range(self._shards):
             self._outbox.append(Send(shard, CutOver(wanted.ask.number, False)))
-        if self._now < wanted.until:
+        leaves_out, wanted.leaves_out = wanted.leaves_out, self._note_late(leading)
+        if self._now < wanted.until or (wanted.leaves_out and not leaves_out):
             self._wanted.append(wanted)
         elif wanted.session is not None and wanted.session.done is not None:
             error = Overloaded(self._why(leading), fix=FIX)
@@ -335,16 +356,39 @@ class CutAgreement:
 
     def _behind(self, to: CutTo, told: list[CutAt]) -> str:
         """Whose requests were not on these shards."""
-        sessions, highest = self._sessions.by_client, dict(to.clients)
-        late: set[str] = set()
-        for each in told:
-            numbers = {client: seq for client, seq, _ in each.clients}
-            for client, seq in highest.items():
-                if numbers.get(client, 0) < seq:
-                    session = sessions.get(client)
-                    rank = session.rank if session is not None else NO_RANK
-                    late.add(f"rank {rank}" if rank != NO_RANK else f"client {client}")
-        return f" of {', '.join(sorted(late))}" if late else ""
+        late = self._named({client for client, _ in _late(to, told)})
+        return f" of {late}" if late else ""
+
+    def _named(self, clients: Set[int]) -> str:
+        sessions = self._sessions.by_client
+        ranks = {each: sessions[each].rank for each in clients if each in sessions}
+        names = {
+            f"rank {ranks[each]}" if ranks.get(each, NO_RANK) != NO_RANK else f"client {each}"
+            for each in clients
+        }
+        return ", ".join(sorted(names))
+
+    def _note_late(self, leading: Leading) -> bool:
+        """Remember who stood still in the longest attempt, which has failed; whether one did."""
+        to = leading.to
+        if to is None or leading.wanted.ask.limit_s < CUT_LIMIT_MAX_S:
+            return False
+        missing = [told for shard, told in leading.told.items() if shard not in leading.parts]
+        late = _late(to, missing)
+        self._late |= late
+        return bool(late)
+
+    def _standing_still(self, told: list[CutAt]) -> set[int]:
+        """Clients that have sent nothing since a cut waited for them in vain; who has, is waited
+        for again."""
+        numbers = {
+            (client, each.shard): seq
+            for each in told
+            for client, seq, _ in each.clients
+            if client not in each.closed
+        }
+        self._late = {key: seq for key, seq in self._late.items() if numbers.get(key) == seq}
+        return {client for client, _ in self._late}
 
     # --- all shards ------------------------------------------------------------------------------
 
@@ -398,6 +442,7 @@ class CutAgreement:
             self._shard,
             tuple((client, seq, client in ended) for client, seq in self._clients.items()),
             tuple(self._clocks.items()),
+            closed=tuple(self._sessions.closed),
         )
 
     def _end_calls(self) -> None:
@@ -452,6 +497,7 @@ class CutAgreement:
         elif not self.settling:
             self._clients |= dict(message.clients)
             self._clocks |= dict(message.groups)
+            self._over = message.over
             self.settling = True
             self._outbox.append(GoOn())
 
@@ -492,6 +538,8 @@ class CutAgreement:
         self._done = CutDone(ask.number, self._shard, tuple(clients.items()), blocks, whole)
         part.keep_until = self._now + CUT_KEEP_S
         part.stopped_s = max(part.stopped_s + self._now - self._stopped_at, self._longest_s)
+        for client in self._over:
+            self._sessions.closed.pop(client, None)
         self._make_room(part)
         self._go_on()
         self._send(self._done)
@@ -507,13 +555,10 @@ class CutAgreement:
         for number, clock in self._clocks.items():
             if number in self._groups and self._groups[number].state.committed < clock:
                 return False
-        sessions, closed = self._sessions.by_client, self._sessions.closed
+        sessions = self._sessions.by_client
         for client, seq in self._clients.items():
             session = sessions.get(client)
-            if session is None:
-                if seq and client not in closed:  # it has not come here yet
-                    return False
-            elif session.executed < seq and not self._ends(session):
+            if session is not None and session.executed < seq and not self._ends(session):
                 return False
         return True
 
@@ -598,21 +643,42 @@ class CutAgreement:
         self.deadline = min(times, default=None)
 
 
-def _highest(number: int, told: list[CutAt]) -> CutTo:
-    """Where a cut is: of each client the highest number, but of one that has ended on some shard
-    what each shard has; of each group the highest clock."""
+def _highest(number: int, told: list[CutAt], left_out: Set[int] = frozenset()) -> CutTo:
+    """Where a cut is: of each client the highest number, of each group the highest clock.
+
+    Of a client that sends no more, or is left out, it has what each shard has.
+    """
     clients: dict[int, int] = {}
     clocks: dict[int, int] = {}
-    ended: set[int] = set()
+    ended, opened, unequal = set(left_out), set[int](), set[int]()
     for each in told:
+        closed = set(each.closed)
         for client, seq, ends in each.clients:
-            clients[client] = max(clients.get(client, 0), seq)
+            highest = clients.setdefault(client, seq)
+            if highest != seq:
+                unequal.add(client)
+                clients[client] = max(highest, seq)
             if ends:
                 ended.add(client)
+            if client not in closed:
+                opened.add(client)
         for group, clock in each.groups:
             clocks[group] = max(clocks.get(group, 0), clock)
     kept = tuple((client, seq) for client, seq in clients.items() if client not in ended)
-    return CutTo(number, kept, tuple(clocks.items()))
+    over = tuple(client for client in clients if client not in opened | unequal)
+    return CutTo(number, kept, tuple(clocks.items()), over)
+
+
+def _late(to: CutTo, told: list[CutAt]) -> dict[tuple[int, int], int]:
+    """By client and shard, how far clients are that these shards have not all of, and still have a
+    session with."""
+    highest = dict(to.clients)
+    return {
+        (client, each.shard): seq
+        for each in told
+        for client, seq, _ in each.clients
+        if seq < highest.get(client, 0) and client not in each.closed
+    }
 
 
 def _torn(parts: list[CutDone]) -> tuple[int, ...]:
@@ -635,8 +701,10 @@ def _same_rows(leading: Leading) -> bool:
     return len({frozenset(blocks.intersection(p.whole)) for p in leading.parts.values()}) == 1
 
 
-def _taken(leading: Leading, part: ShardCut, torn: tuple[int, ...]) -> CutTaken:
+def _taken(leading: Leading, part: ShardCut, torn: tuple[int, ...], left_out: str) -> CutTaken:
     """What the coordinator is told of a cut for a checkpoint."""
     ask, versions = leading.wanted.ask, sum(part.versions.values())
     blocks = tuple(sorted(_blocks(leading)))
-    return CutTaken(ask.checkpoint, ask.number, part.starts, torn, versions, blocks=blocks)
+    return CutTaken(
+        ask.checkpoint, ask.number, part.starts, torn, versions, blocks=blocks, left_out=left_out
+    )

@@ -37,9 +37,13 @@ class ClientGone(Struct, frozen=True):
 
 
 class ClientBye(Struct, frozen=True):
-    """A client closed itself: its session is forgotten."""
+    """A client closed itself: its session is forgotten.
+
+    `answered`: as `Bye` says.
+    """
 
     client: int
+    answered: bool = False
 
 
 class Requested(Struct, frozen=True):

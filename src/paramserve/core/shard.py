@@ -186,7 +186,7 @@ class Shard:
                 if session is not None:
                     session.gone_at = now
             case ClientBye():
-                self._client_bye(event.client)
+                self._client_bye(event)
             case Inquired():
                 self._inquired(event)
             case MembersChanged():
@@ -207,7 +207,7 @@ class Shard:
                 for machine in self.groups.values():
                     machine.deadline_reached(now)
                 for client in self.sessions.expired(now):
-                    self._client_bye(client)
+                    self._client_bye(ClientBye(client))
         if self._outbox or self.cuts.settling:
             self._work_off()
         deadline = self.cuts.deadline
@@ -311,7 +311,7 @@ class Shard:
             self._resume(session)
         for event in deferred:
             if isinstance(event, ClientBye):
-                self._client_bye(event.client)
+                self._client_bye(event)
 
     def _freeze(self, ask: CutAsk, clients: Mapping[int, int]) -> ShardCut:
         """This shard's part of a cut, as of now."""
@@ -354,16 +354,17 @@ class Shard:
         elif self.sessions.open(event):
             self._members_changed()
 
-    def _client_bye(self, client: int) -> None:
+    def _client_bye(self, event: ClientBye) -> None:
         """A client has closed itself, or is forgotten."""
+        client = event.client
         session = self.sessions.by_client.get(client)
         if self.cuts.stops and session is not None and session.queue:
-            self._deferred.append(ClientBye(client))  # what it has sent comes first
+            self._deferred.append(event)  # what it has sent comes first
             return
         self.cuts.forget(client)
         for machine in self.groups.values():
             machine.forget(client)
-        if self.sessions.close(client):
+        if self.sessions.close(client, event.answered):
             self._members_changed()
 
     def _members_changed(self) -> None:

@@ -39,9 +39,10 @@ Array = npt.NDArray[Any]
 
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
-CLOSED_MAX = 256
-"""Clients that have closed themselves and are remembered, since other shards may still know them
-when a cut is taken."""
+CLOSED_MAX = 1 << 16
+"""Clients that ended with something unanswered and are remembered until the shards agree, in a cut,
+that all have ended them. Past it the oldest is forgotten here: no cut waits for that, but one does
+not name it any more, nor have what is still on its way from it to another shard."""
 ENDED = ("left", "dead", "restarting")
 """States of a member whose present incarnation may change nothing any more."""
 AWAITED = ("expected", "live", "restarting", "retiring")
@@ -246,7 +247,8 @@ class Sessions:
         """Of the membership that the coordinator told last."""
         self.retiring: frozenset[int] = frozenset()
         self.closed: dict[int, int] = {}
-        """By client that has closed itself, of late: its last number that has had its effect."""
+        """By client that has ended with something unanswered: its last number that has had its
+        effect here. Another shard may have had less of it, or have more."""
         self.calls: dict[int, list[CallPart]] = {}
         """By rank: of its last call, if that steps several groups, the parts that were begun."""
         self._shard = shard
@@ -308,6 +310,7 @@ class Sessions:
                 event.client, event.incarnation, event.rank, event.window, requests
             )
             self.by_client[event.client] = session
+            self.closed.pop(event.client, None)
         session.gone_at = None
         if event.rank == NO_RANK:
             return False
@@ -321,14 +324,19 @@ class Sessions:
         self._mark_live()
         return changed
 
-    def close(self, client: int) -> bool:
-        """Forget the session of a client that has ended; whether the membership has changed."""
+    def close(self, client: int, answered: bool) -> bool:
+        """Forget the session of a client that has ended; whether the membership has changed.
+
+        Args:
+            answered: whether every shard is known to have all that it has sent.
+        """
         session = self.by_client.pop(client, None)
         if session is None:
             return False
-        self.closed[client] = session.fenced_at if session.fenced_by else session.executed
-        if len(self.closed) > CLOSED_MAX:
-            del self.closed[next(iter(self.closed))]
+        if session.fenced_by is not None or not answered:  # shards fence at different requests
+            self.closed[client] = session.fenced_at if session.fenced_by else session.executed
+            if len(self.closed) > CLOSED_MAX:
+                del self.closed[next(iter(self.closed))]
         session.held = None  # what is collected of it is answered to no connection
         session.live = False
         if self.workers.get(session.rank) is not session:

@@ -292,8 +292,8 @@ class Job:
         Raises:
             UnknownName: nothing is defined in this group (yet), or it is a table. Of a run that
                 failed and kept no values of it, what `wait` raises.
-            Overloaded: no such moment was found in 20 s, as while a worker stands still in the
-                middle of a push.
+            Overloaded: no such moment was found in 20 s, as where pushes take longer than 8 s to
+                arrive or to be applied.
         """
         try:
             return self._extra_state(name) | self._read(lambda reader: reader.state_dict(name))

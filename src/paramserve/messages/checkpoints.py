@@ -26,9 +26,9 @@ class CutTaken(Struct, frozen=True, array_like=True, tag="cut-taken"):
     there is none (`failed`), and what to do (`fix`).
 
     `clocks`: by group, the first that is not committed, or that the slowest worker has not ended.
-    `torn`: clients that ended while they were sending, whom the shards have up to different
-    numbers. `updates`: of all groups, how many the shards count. `blocks`: those that all shards
-    have; the rest were being defined.
+    `torn`: clients that ended, or stood still, while they were sending, whom the shards have up to
+    different numbers. `left_out`: names of those that stood still. `updates`: of all groups, how
+    many the shards count. `blocks`: those that all shards have; the rest were being defined.
     """
 
     checkpoint: int
@@ -39,6 +39,7 @@ class CutTaken(Struct, frozen=True, array_like=True, tag="cut-taken"):
     blocks: tuple[int, ...] = ()
     failed: str = ""
     fix: str = ""
+    left_out: str = ""
 
 
 class WriteCut(Struct, frozen=True, array_like=True, tag="write-cut"):
@@ -107,7 +108,7 @@ class CheckpointReport(Struct, frozen=True, array_like=True):
     `folder`: that they are written to. `name`: of the last one that was committed, empty: none yet;
     `age_s` since then, its `nbytes`, `pause_s` and `seconds` as in `Checkpointed`. `committed`,
     `failed`: how many in this run, and why the last one that failed did. `writes`: one is under
-    way.
+    way. `left_out`: as in `CutTaken`, of the last one.
     """
 
     name: str = ""
@@ -121,3 +122,4 @@ class CheckpointReport(Struct, frozen=True, array_like=True):
     why: str = ""
     writes: bool = False
     folder: str = ""
+    left_out: str = ""

@@ -126,9 +126,10 @@ class CutAsk(Struct, frozen=True, array_like=True, tag="cut-ask"):
 class CutAt(Struct, frozen=True, array_like=True, tag="cut-at"):
     """This shard has stopped for a cut.
 
-    `clients`: (client, number of its last request that has had its effect, whether it has ended and
-    sends no more). `groups`: (group, first clock that is not committed). `busy`: a change of policy
-    is under way, and the shard has not stopped.
+    `clients`: (client, number of its last request that has had its effect, whether it is known to
+    send no more to any shard). `groups`: (group, first clock that is not committed). `busy`: a
+    change of policy is under way, and the shard has not stopped. `closed`: those of `clients` whose
+    sessions have ended here.
     """
 
     number: int
@@ -136,14 +137,20 @@ class CutAt(Struct, frozen=True, array_like=True, tag="cut-at"):
     clients: tuple[tuple[int, int, bool], ...]
     groups: tuple[tuple[int, int], ...]
     busy: bool = False
+    closed: tuple[int, ...] = ()
 
 
 class CutTo(Struct, frozen=True, array_like=True, tag="cut-to"):
-    """Where the cut is: the highest of all shards. Execute exactly what is up to there."""
+    """Where the cut is: the highest of all shards. Execute exactly what is up to there.
+
+    `over`: clients whose sessions have ended on every shard, with equal numbers: they are
+    remembered no longer.
+    """
 
     number: int
     clients: tuple[tuple[int, int], ...]
     groups: tuple[tuple[int, int], ...]
+    over: tuple[int, ...] = ()
 
 
 class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
@@ -159,8 +166,8 @@ class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
 
 class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
     """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
-    ended while they were sending, so that the shards have them up to different numbers. `version`:
-    of a snapshot, the group's on shard 0."""
+    ended, or stood still, while they were sending, so that the shards have them up to different
+    numbers. `version`: of a snapshot, the group's on shard 0."""
 
     number: int
     complete: bool

@@ -319,4 +319,9 @@ class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
-    """The client ends by its own wish; its session is forgotten."""
+    """The client ends by its own wish; its session is forgotten.
+
+    `answered`: whether all shards have answered all that it has sent: they have the same of it.
+    """
+
+    answered: bool = False

@@ -308,7 +308,7 @@ class ServerRole:
         elif isinstance(message, AskReport):
             conn.send(encode(self._report(message)))
         elif isinstance(message, Bye):
-            self._happen(ClientBye(client))
+            self._happen(ClientBye(client, message.answered))
         elif isinstance(message, AskDebug):
             conn.send(encode(report(message, self.config)))
         elif isinstance(message, Batch):

@@ -25,7 +25,8 @@ class PartSeen(NamedTuple):
     """What one shard has of a cut.
 
     Attributes:
-        clients: by client, the last number that is in it.
+        clients: by client, the last number that is in it. A client that has ended there with all
+            its calls answered is none of them, nor is one that has not come yet.
         clocks: by group, the first clock that is not committed.
         pushes: by group and part, the masks of all writers.
         marks: (group, client, how much of its leased samples is in the values).
@@ -151,23 +152,35 @@ class SimulatedCuts(SimulatedCluster):
         if any(marks != whole[0] for marks in whole):
             wrong.append(f"cut {cut.number}: marks of leases differ: {[sorted(m) for m in whole]}")
         ids = {writer: client for client, writer in self.writers.items()}
+        done = self._done_before(cut)
         for (writer, shard, seq), (name, call) in self.call_of.items():
             if call.push is None or writer not in ids:
                 continue
             part, final = cut.parts[shard], self.histories[name].final
-            last = part.clients.get(ids[writer], 0)
+            client = ids[writer]
+            last = part.clients.get(client, 0)
             for (group, place), masks in part.pushes.items():
                 if group != name or place.block not in call.blocks or place not in final:
                     continue
                 there = bool(masks[writer] >> call.push & 1)
                 comes = bool(final[place].pushes[writer] >> call.push & 1)
-                if there != (comes and seq <= last):
+                if there != (comes and (seq <= last or client in done)):
                     wrong.append(
                         f"cut {cut.number} has writer {writer} on shard {shard} up to {last}; push "
                         f"{call.push}, number {seq}, is {'' if there else 'not '}in it (block "
                         f"{place.block})"
                     )
         return wrong
+
+    def _done_before(self, cut: CutSeen) -> set[int]:
+        """Clients that had ended before a cut with all their calls answered, as far as a shard
+        shows: it does not name them, and has some of their pushes."""
+        return {
+            client
+            for client, writer in self.writers.items()
+            for part in cut.parts
+            if client not in part.clients and any(m[writer] > 0 for m in part.pushes.values())
+        }
 
 
 class SimulatedTableCuts(SimulatedCuts, SimulatedTables):

@@ -163,6 +163,7 @@ def test_outcome_of_each_checkpoint_is_logged(caplog: pytest.LogCaptureFixture) 
         CheckpointReport("step-4", nbytes=2_000_000, pause_s=0.002, seconds=0.5, committed=1),
         CheckpointReport("step-4", committed=1, failed=1, why="the disk is full"),
         CheckpointReport("step-8", committed=2, failed=1, why="the disk is full"),
+        CheckpointReport("step-9", committed=3, failed=1, left_out="rank 3"),
     ]
     with caplog.at_level(logging.INFO, "paramserve"):
         clock.run(0.2)
@@ -170,4 +171,7 @@ def test_outcome_of_each_checkpoint_is_logged(caplog: pytest.LogCaptureFixture) 
         ("INFO", "checkpoint step-4: 2.0"),
         ("WARNING", "the disk is full. Trai"),
         ("INFO", "checkpoint step-8: 0.0"),
+        ("INFO", "checkpoint step-9: 0.0"),
+        ("WARNING", "checkpoint step-9 has "),
     ]
+    assert "the last push of rank 3 on some servers only" in caplog.messages[-1]

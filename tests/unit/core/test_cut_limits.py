@@ -35,9 +35,9 @@ class SlowShards:
         """Whether shard 1 has a client's last push."""
         self._inbox: deque[tuple[float, Callable[[], object]]] = deque()
 
-    def taken(self, *, pushes: bool = True) -> CutTaken:
+    def taken(self, checkpoint: int = 1, *, pushes: bool = True) -> CutTaken:
         """What becomes of a cut for a checkpoint."""
-        notices = list(self.rig.happen(CutWanted(1)).notices)
+        notices = list(self.rig.happen(CutWanted(checkpoint)).notices)
         until = self.rig.now + GIVEN_UP_S
         while not notices and self.rig.now < until:
             if pushes:
@@ -62,6 +62,11 @@ class SlowShards:
     def _arrive(self, client: int, clock: int) -> None:
         self._pushed[client] = True
         self.rig.step(client, {0: [1.0]}, shard=1, clock=clock)
+
+    def deliver(self, notices: list[object]) -> None:
+        """Hand over what the shards have sent each other, until they wait for something else."""
+        self._deliver(notices)
+        self._work(notices)
 
     def _deliver(self, notices: list[object]) -> None:
         while self.rig.wire:
@@ -119,9 +124,33 @@ def test_cut_that_pushes_are_too_slow_for_says_so() -> None:
     assert "more servers, or a faster rule" in taken.fix
 
 
-def test_cut_that_waits_for_a_worker_in_the_middle_of_a_push_names_it() -> None:
+def test_cut_leaves_out_a_worker_that_stands_still_in_the_middle_of_a_push() -> None:
     shards = SlowShards(push_s=0.0)
     shards.rig.step(A, {0: [1.0]}, shard=0)
     taken = shards.taken(pushes=False)
-    assert "shards [1] did not come to apply what others have of rank 0" in taken.failed
-    assert "a worker that stands still" in taken.fix
+    assert (taken.failed, taken.torn, taken.left_out) == ("", (A,), "rank 0")
+    assert shards.limits[-1] == cut.CUT_LIMIT_MAX_S
+
+
+def test_cut_after_one_that_left_a_worker_out_does_not_wait_for_it_again() -> None:
+    shards = SlowShards(push_s=0.0)
+    shards.rig.step(A, {0: [1.0]}, shard=0)
+    shards.taken(pushes=False)
+    shards.limits.clear()
+    taken = shards.taken(2, pushes=False)
+    assert (taken.torn, shards.limits) == ((A,), [cut.CUT_LIMIT_S])
+
+
+def test_worker_that_was_left_out_is_waited_for_once_it_goes_on() -> None:
+    shards = SlowShards(push_s=0.0)
+    shards.rig.step(A, {0: [1.0]}, shard=0)
+    shards.taken(pushes=False)
+    shards.rig.step(A, {0: [1.0]}, shard=1)
+    shards.rig.step(A, {0: [1.0]}, shard=0, clock=1)
+    notices = list(shards.rig.happen(CutWanted(2)).notices)
+    shards.deliver(notices)
+    assert not notices
+    shards.rig.step(A, {0: [1.0]}, shard=1, clock=1)
+    shards.deliver(notices)
+    assert isinstance(notices[0], CutTaken)
+    assert (notices[0].torn, notices[0].left_out) == ((), "")

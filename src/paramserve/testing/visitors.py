@@ -1,0 +1,98 @@
+"""Clients without a rank that come and go beside the cuts of a simulated cluster.
+
+Each pushes or reads a little and says goodbye: when all is answered, or right behind what it has
+sent. Goodbyes to different shards arrive in different orders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from paramserve.testing.checkers import Violation
+from paramserve.testing.counting import Counting
+from paramserve.testing.cuts import SimulatedCuts
+from paramserve.testing.network import NEAR
+from paramserve.testing.process import ClientProcess
+from paramserve.testing.scripts import SimulatedReader
+from paramserve.testing.simulated import SAFETY_S, SimulatedCluster, rerun
+
+VISITORS = 12
+CALLS_MAX = 3
+HASTY_RATE = 0.5
+"""Of visitors: those that wait for no answer to their last call."""
+
+
+class Visitor(SimulatedReader):
+    """A client that makes some calls and ends."""
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        random = Random(f"visitor {cluster.seed} {writer}")
+        self.left = random.randint(1, CALLS_MAX)
+        self._hasty = random.random() < HASTY_RATE
+
+    def next(self) -> bool:
+        more = super().next()
+        if self._hasty and not self.left and self.alive:
+            self._hurry_away()
+            return False
+        return more
+
+    def _hurry_away(self) -> None:
+        """Say goodbye behind calls whose answers are not read."""
+        self.exchange.close()
+        self._coordinator.close(NEAR)
+        self.dead = True
+        self.cluster.ended(self)
+
+
+class SimulatedVisits(SimulatedCuts):
+    """A simulated cluster with visitors, of which cuts are taken as it runs."""
+
+    replayed_by = "visitors.replay"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        faults = replace(self.network.faults, slow=0.0)
+        self._lossless = faults == faults.healed()
+
+    def _start_clients(self) -> None:
+        super()._start_clients()
+        random = Random(f"visits {self.seed}")
+        for _ in range(VISITORS):
+            self._start_after(random.random() * SAFETY_S / 4, Visitor, -1)
+
+    def _make_workload(self, writers: int) -> Counting:
+        return super()._make_workload(writers + VISITORS)
+
+    def ended(self, client: ClientProcess) -> None:
+        if not isinstance(client, Visitor):
+            super().ended(client)
+            return
+        self.recorder.ended(client)
+        if client.dead:
+            self.history.ended.add(client.writer)
+        if self.done:
+            self.clock.stop()
+
+    def check(self) -> None:
+        """As `SimulatedCuts.check`; where no message is lost, that no cut was given up, and that
+        none has a client in part."""
+        super().check()
+        if not self._lossless:
+            return
+        numbers = [cut.number for cut in self.cuts]
+        given_up = sorted(set(range(1, max(numbers, default=0))) - set(numbers))
+        torn = [cut.number for cut in self.cuts if cut.torn]
+        if given_up or torn:
+            raise Violation(
+                f"no message was lost, and cuts {given_up} were given up, cuts {torn} have clients "
+                f"in part\nagain: {self.again}"
+            )
+
+
+def replay(seed: int, log: Any = None, **options: Any) -> SimulatedCluster:
+    """Run one seed with visitors again; else as `paramserve.testing.replay`."""
+    return rerun(SimulatedVisits, seed, log, **options)
