@@ -98,6 +98,7 @@ class Worker:
         stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
+        assigners: what `assign` calls, one for each adopted optimizer.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
         histories: what became of the steps of each adopted optimizer, by its name.
@@ -120,6 +121,7 @@ class Worker:
         self.stepped: list[str] = []
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
+        self.assigners: list[Callable[[], None]] = []
         self.own_steps: list[Local[Any]] = []
         self.ended: set[str] = set()
         self.histories: dict[str, History] = {}
@@ -483,6 +485,24 @@ class Worker:
         """
         self.client.drain()
         self._collectives.barrier(self._place, timeout_s)
+
+    def assign(self) -> None:
+        """Have the servers and all ranks take what rank 0's models hold now: the way to write
+        values between two steps, as to go back to the best model.
+
+        All ranks make this call at the same point. It overwrites what the optimizers of
+        `worker.optimizer` train; their state stays, and so do rows of tables.
+
+        Example:
+            model.load_state_dict(best)   # on rank 0 at least
+            worker.assign()
+        Raises:
+            ShapeMismatch: a parameter has another shape than when it was defined. Nothing of its
+                block was applied.
+            Timeout: not all ranks came in time; the text names the missing ones.
+        """
+        for each in self.assigners:
+            each()
 
     def all_reduce(self, value: Any, op: str = "mean", *, timeout_s: float | None = None) -> Any:
         """The sum, mean, maximum or minimum of a value over all ranks, or rank 0's: the same on

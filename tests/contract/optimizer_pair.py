@@ -152,6 +152,7 @@ class Pair:
             step_samples=None,
             finishers=[],
             refreshers=[],
+            assigners=[],
             own_steps=[],
             ended=set(),
             load_state={},

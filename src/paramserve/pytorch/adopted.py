@@ -22,6 +22,7 @@ from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
 from paramserve.consistency.base import Policy
 from paramserve.errors import ParamServeError, warn_user
+from paramserve.messages import VALUE
 from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.block import (
     AdoptedBlock,
@@ -231,6 +232,7 @@ class Adopted(ABC, Generic[B]):
         worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
+        worker.assigners.append(self._assign)
 
     def _check_codecs(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse patterns of codecs that no parameter needs.
@@ -552,6 +554,20 @@ class Adopted(ABC, Generic[B]):
             self._client.steps.forget(ticket)
             raise
         ticket.release()
+
+    def _assign(self) -> None:
+        """Overwrite the servers' values with rank 0's present ones, and take them; see
+        `Worker.assign`. A worker that was started again has written them before it died."""
+        if self._taken is not None:
+            return
+        writes = self._worker.rank == 0 and not self._begins
+        values = [part.values() for part in self._parts if writes]
+        self.settle()  # installs the values of the last step
+        for part, each in zip(self._parts, values, strict=False):
+            self._client.dense.store(part.block, VALUE, each)
+        self._worker.barrier()
+        if self._parts:
+            self._pull(self._parts)
 
     # --- steps under way --------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class Layout(NamedTuple):
     @property
     def array_dtype(self) -> np.dtype[Any]:
         """The same in numpy's words."""
-        return torch.empty(0, dtype=self.kept_dtype).numpy().dtype
+        return torch.empty(0, dtype=self.kept_dtype, device="cpu").numpy().dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor by name, in order."""
@@ -288,6 +288,12 @@ class AdoptedBlock:
         self._params = list(layout.params)
         self._views = Views(layout)
 
+    def values(self) -> Array:
+        """The parameters' present values [size], as the servers keep them."""
+        dtype = self.layout.kept_dtype
+        flat = [param.detach().to("cpu", dtype).flatten() for param in self._params]
+        return torch.cat(flat).numpy()
+
     def scatter(self, values: npt.NDArray[Any]) -> None:
         """Copy the block's values [size] into the parameters."""
         torch._foreach_copy_(self._params, self._views.of(values)[1])
@@ -310,21 +316,22 @@ class Sample:
         self._views: list[Tensor] = []
         self._apart = False
         """Whether they are on several devices."""
-        self._taken: Tensor | None = None
+        self.taken: Tensor | None = None
+        """The elements when `take` was called; None: there is nothing to compare with."""
 
     def take(self) -> None:
         """Remember the elements as they are."""
-        self._taken = self._bits()
+        self.taken = self._bits()
 
     def changed(self) -> int | None:
         """The place of the first parameter that has another value than when `take` was called."""
-        if self._taken is None:
+        if self.taken is None:
             return None
         strides = self._strides
         bits = self._bits()
         if strides != self._strides:
             return None  # another memory format: the same elements come in another order
-        taken = self._taken if self._taken.device == bits.device else self._taken.to(bits.device)
+        taken = self.taken if self.taken.device == bits.device else self.taken.to(bits.device)
         if torch.equal(bits, taken):
             return None
         sizes = [view.numel() for view in self._views]
@@ -358,15 +365,14 @@ class ServedBlock(AdoptedBlock):
     """A block whose gradients are pushed, and whose values only the servers change.
 
     Attributes:
-        watches: `changed_outside` will be asked. It looks at what torch counts, and, since writes
-            through `.data` are not counted, at a `Sample` of the values.
+        watches: `changed_outside` will be asked. It compares a `Sample` of the values: what torch
+            counts misses writes through `.data`, and counts values that were put back, as SAM does.
     """
 
     def __init__(self, block: Block, layout: Layout, hyper: HyperReader) -> None:
         super().__init__(block, layout)
         self.hyper = hyper
         self.watches = True
-        self._versions: list[int] = []
         self._sample = Sample(self._params)
 
     def gather(
@@ -414,19 +420,12 @@ class ServedBlock(AdoptedBlock):
             raise
 
     def scatter(self, values: npt.NDArray[Any]) -> None:
-        self._versions = []  # an interrupt leaves it so
+        self._sample.taken = None  # an interrupt leaves it so
         super().scatter(values)
         if self.watches:
             self._sample.take()
-            self._versions = [param._version for param in self._params]
 
     def changed_outside(self) -> str | None:
-        """The name of a parameter that was written to since the last `scatter`."""
-        if not self._versions:
-            return None
-        versions = [param._version for param in self._params]
-        if versions == self._versions:
-            place = self._sample.changed()
-            return self.layout.names[place] if place is not None else None
-        pairs = zip(versions, self._versions, strict=True)
-        return next(name for name, (a, b) in zip(self.layout.names, pairs, strict=True) if a != b)
+        """The name of a parameter that has other values than after the last `scatter`."""
+        place = self._sample.changed()
+        return self.layout.names[place] if place is not None else None

@@ -261,7 +261,7 @@ class Untrained:
                 present.append(index)
                 parts.append(tensor.to("cpu", kept.dtype).flatten())
                 continue
-            parts.append(torch.zeros(prod(piece.shape), dtype=kept.dtype))
+            parts.append(torch.zeros(prod(piece.shape), dtype=kept.dtype, device="cpu"))
         active = None if len(present) == len(parts) else tuple(present)
         if present:
             self._client.dense.store(kept.block, VALUE, torch.cat(parts).numpy(), active=active)

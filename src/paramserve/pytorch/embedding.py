@@ -34,6 +34,15 @@ class Gradients(NamedTuple):
     values: Tensor
 
 
+def _no_keys() -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _no_rows(dim: int) -> Tensor:
+    """As a table has them, whatever torch's default dtype and device are."""
+    return torch.empty(0, dim, dtype=torch.float32, device="cpu")
+
+
 class Rows(torch.nn.Parameter):
     """A table's rows as torch sees them: [0, dim], with a `grad` [m, dim] of the collected keys.
 
@@ -122,13 +131,13 @@ class Rows(torch.nn.Parameter):
         held = self._held()
         self.drop()
         if held is None:
-            return Gradients(torch.empty(0, dtype=torch.int64), torch.empty(0, self.shape[1]))
+            return Gradients(_no_keys(), _no_rows(self.shape[1]))
         return Gradients(held.keys, held.values.to("cpu", torch.float32).contiguous())
 
     def take_bad(self) -> Tensor:
         """Keys whose gradients were left out for NaN or Inf since the last call; `apart` only."""
         bad, self._bad = self._bad, None
-        return bad if bad is not None else torch.empty(0, dtype=torch.int64)
+        return bad if bad is not None else _no_keys()
 
     def drop(self) -> None:
         self._keys = None
@@ -316,7 +325,7 @@ class KeyedModule(nn.Module):
 
     def _pull(self, keys: Tensor, *, create: bool, exact: bool = False) -> Tensor:
         if not len(keys):
-            return torch.empty(0, self.embedding_dim)
+            return _no_rows(self.embedding_dim)
         return torch.from_numpy(self._table.pull(keys.numpy(), create=create, exact=exact))
 
     # --- copies ------------------------------------------------------------------------------
@@ -336,9 +345,9 @@ class KeyedModule(nn.Module):
         padding = self.padding_idx
         if padding is not None and not 0 <= padding < count:
             raise ValueError(f"padding_idx {padding} is not among the keys 0 to {count - 1}")
-        values = torch.empty(count, self.embedding_dim, dtype=self.rows.dtype)
+        values = torch.empty(count, self.embedding_dim, dtype=self.rows.dtype, device="cpu")
         for start in range(0, count, READ_ROWS):
-            keys = torch.arange(start, min(start + READ_ROWS, count))
+            keys = torch.arange(start, min(start + READ_ROWS, count), device="cpu")
             values[start : start + READ_ROWS] = self._pull(keys, create=False, exact=True)
         if padding is not None:
             values[padding] = 0
@@ -606,7 +615,7 @@ def _check(embedding: nn.Embedding | nn.EmbeddingBag) -> None:
 
 def _put(table: Table, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
     weight = embedding.weight.detach()
-    keys = torch.arange(len(weight))
+    keys = torch.arange(len(weight), device="cpu")
     if embedding.padding_idx is not None:
         keys = keys[keys != embedding.padding_idx]
     for start in range(0, len(keys), READ_ROWS):

@@ -73,7 +73,8 @@ def _of_block(
     except (TypeError, UnknownRule) as error:
         why = error.failed if isinstance(error, UnknownRule) else str(error)
         raise _unknown(group, why) from None
-    params = tuple(torch.empty(piece.shape, dtype=DTYPES[spec.dtype]) for piece in spec.pieces)
+    dtype = DTYPES[spec.dtype]
+    params = tuple(torch.empty(each.shape, dtype=dtype, device="cpu") for each in spec.pieces)
     names = tuple(piece.name for piece in spec.pieces)
     layout = Layout(index, DTYPES[spec.dtype], names, params)
     with torch.no_grad():

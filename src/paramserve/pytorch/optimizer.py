@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,28 +90,98 @@ class AdoptedOptimizer(Optimizer):
         )
 
 
-class FetchedState(defaultdict[Tensor, Any]):
-    """The `state` of an optimizer whose state is on the servers: empty between two calls.
+class _Value(NamedTuple):
+    """A value of a state, for comparing: what torch has written to has another version."""
 
-    Asked whether there is any, it fetches it, and has it until the next step:
-    `torch.distributed.checkpoint` asks, and takes the names of what to load from it.
-    """
+    value: Any
+    version: int
+
+    @classmethod
+    def of(cls, value: Any) -> _Value:
+        return cls(value, value._version if isinstance(value, Tensor) else 0)
+
+    def is_still(self, value: Any) -> bool:
+        return value is self.value and _Value.of(value).version == self.version
+
+
+class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
+    """The `state` of an optimizer whose state is on the servers: a copy that is fetched when it is
+    first looked at, and kept until the next step. A change of it is an error of that step."""
 
     def __init__(self, optimizer: ServedOptimizer) -> None:
-        super().__init__(dict)
         self._optimizer = weakref.ref(optimizer)
+        self._copy: dict[Tensor, dict[str, Any]] = {}
+        self._as_fetched: dict[Tensor, dict[str, _Value]] = {}
+        self.shown = False
+        """Whether there is a copy."""
 
-    def __bool__(self) -> bool:
+    def show(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Be this state until the next step."""
+        self.shown = True
+        self._copy = {param: dict(entry) for param, entry in state.items() if entry}
+        self._as_fetched = {
+            param: {name: _Value.of(value) for name, value in entry.items()}
+            for param, entry in self._copy.items()
+        }
+
+    def forget(self, state: object) -> None:
+        """Give the copy up.
+
+        Args:
+            state: what the optimizer has as its `state`.
+        Raises:
+            RuntimeError: this was replaced, or the copy changed.
+        """
+        changed = state is not self or not self._is_as_fetched()
+        self._copy, self._as_fetched, self.shown = {}, {}, False
+        if changed:
+            raise RuntimeError(
+                "optimizer.state was changed, and it is a copy: the state lives on the servers. "
+                "Applied: no. To fix: on all ranks at the same point take "
+                "state = optimizer.state_dict(), change state['state'] (without a parameter's "
+                "number its state begins anew), and call optimizer.load_state_dict(state)"
+            )
+
+    def _is_as_fetched(self) -> bool:
+        present = {param: entry for param, entry in self._copy.items() if entry}
+        return present.keys() == self._as_fetched.keys() and all(
+            entry.keys() == self._as_fetched[param].keys()
+            and all(self._as_fetched[param][name].is_still(value) for name, value in entry.items())
+            for param, entry in present.items()
+        )
+
+    def _fetched(self) -> dict[Tensor, dict[str, Any]]:
         optimizer = self._optimizer()
-        if not len(self) and optimizer is not None:
-            self.update(optimizer._adopted.fetch_state(optimizer.param_groups))
-        return len(self) > 0
+        if not self.shown and optimizer is not None:
+            self.show(optimizer._adopted.fetch_state(optimizer.param_groups))
+        return self._copy
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        return self._fetched().setdefault(param, {})  # as torch's, a defaultdict
+
+    def __setitem__(self, param: Tensor, entry: dict[str, Any]) -> None:
+        self._fetched()[param] = entry
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._fetched()[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._fetched()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._fetched())
+
+    def __len__(self) -> int:
+        return len(self._fetched())
 
 
 class ServedOptimizer(AdoptedOptimizer):
     """The servers make the steps."""
 
     _adopted: Served
+    _fetched: Any
+    """The `FetchedState` that is `state`, but while torch saves or loads; torch's types know
+    another class."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, pull the values; as `torch.optim.Optimizer.step` otherwise.
@@ -130,9 +199,10 @@ class ServedOptimizer(AdoptedOptimizer):
         """
         loss = None
         if _is_for_a_checkpoint(self.param_groups):
-            self.state.update(self._adopted.first_state(self.param_groups))
+            self._fetched.show(self._adopted.first_state(self.param_groups))
             return loss
-        self.state.clear()
+        if self._fetched.shown or self.state is not self._fetched:
+            self._forget_state()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -149,14 +219,23 @@ class ServedOptimizer(AdoptedOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the state fetched from the servers."""
+        """As torch's, with the state fetched from the servers.
+
+        Raises:
+            RuntimeError: `state` was changed since the last step. The servers' is as it was.
+        """
+        self._forget_state()
         try:
             fetched = self._adopted.fetch_state(self.param_groups)
-            if fetched:
-                self.state = fetched  # type: ignore[assignment]  # of the same form
+            self.state = fetched  # type: ignore[assignment]  # of the same form
             return super().state_dict()
         finally:
-            self.state = FetchedState(self)
+            self.state = self._fetched
+
+    def _forget_state(self) -> None:
+        """Give up the copy of the state that was looked at. Raises as `state_dict`."""
+        state, self.state = self.state, self._fetched
+        self._fetched.forget(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's: each rank takes the hyper-parameters, rank 0 also writes the state.
@@ -167,6 +246,7 @@ class ServedOptimizer(AdoptedOptimizer):
             ValueError, TypeError, KeyError: the state does not fit this optimizer. Nothing was
                 stored, and the hyper-parameters are as they were.
         """
+        self._forget_state()
         before = self.param_groups
         try:
             super().load_state_dict(state_dict)
@@ -177,7 +257,7 @@ class ServedOptimizer(AdoptedOptimizer):
             self.param_groups = before
             raise
         finally:
-            self.state = FetchedState(self)
+            self.state = self._fetched
 
 
 class LocalOptimizer(AdoptedOptimizer):
@@ -254,7 +334,7 @@ def _is_for_a_checkpoint(groups: Sequence[dict[str, Any]]) -> bool:
 def import_all() -> None:
     """Have torch import what it imports for the first optimizer of a process: its compiler, which
     takes a second of processor time."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
 
 
 def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[AdoptedOptimizer]:
@@ -358,10 +438,29 @@ def _started(
         own = local(worker, model, settings, policy)
         own.start(optimizer.param_groups, optimizer.state)
         return own
+    _check_dense(model, optimizer)
     kind = optimizer.kind() if isinstance(optimizer, RuleOptimizer) else kind_of(optimizer)
     served = Served(worker, model, kind, settings)
     served.start(optimizer.param_groups, optimizer.state)
     return served
+
+
+def _check_dense(model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Refuse embeddings whose gradients are sparse, which the servers' rules do not take.
+
+    Raises:
+        TypeError: the optimizer has one. Nothing was defined.
+    """
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, module in model.named_modules():
+        kinds = torch.nn.Embedding | torch.nn.EmbeddingBag
+        if isinstance(module, kinds) and module.sparse and id(module.weight) in stepped:
+            raise TypeError(
+                f"module {name!r} is a {type(module).__name__} with sparse=True, and the servers "
+                "take dense gradients. Applied: no. To fix: build it with sparse=False; one too "
+                "large for that becomes a table: "
+                "paramserve.pytorch.from_embedding(worker.client, name, module, rule=...)"
+            )
 
 
 def _check_halves(optimizer: Optimizer, policy: Policy, rank: int) -> None:
@@ -397,7 +496,8 @@ def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic | Hy
     assert isinstance(optimizer, AdoptedOptimizer)
     optimizer._adopted = adopted
     if isinstance(optimizer, ServedOptimizer):
-        optimizer.state = FetchedState(optimizer)
+        optimizer._fetched = FetchedState(optimizer)
+        optimizer.state = optimizer._fetched
     optimizer._patch_step_function()
     if watched:
         _patch_for_scheduler(optimizer)

@@ -188,7 +188,7 @@ class Served(Adopted[ServedBlock]):
                 warn_user(
                     f"parameter {name!r} was changed outside optimizer.step(): the values live on "
                     "the servers, and the next ones overwrite it. Load weights before "
-                    "worker.optimizer(...), or write them with worker.client.assign(...)"
+                    "worker.optimizer(...), or call worker.assign() on all ranks after writing"
                 )
                 return
 

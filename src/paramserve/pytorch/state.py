@@ -46,6 +46,10 @@ def _number(rule: Rule, name: str, count: int) -> float:
     return rule.product(count) if name == PRODUCT and isinstance(rule, NAdam) else float(count)
 
 
+def _scalar(number: float, kept: Kept) -> Tensor:
+    return torch.tensor(number, dtype=kept.dtype, device="cpu")
+
+
 def _fields(rule: Rule) -> Iterable[tuple[int, str]]:
     """Number and name of each state array that the rule has with its hyper-parameters."""
     return enumerate(rule.states(rule.hyper()), VALUE + 1)
@@ -72,9 +76,9 @@ def fetch(read: Fetch, layout: Layout, rule: Rule) -> State:
         if count:
             for name, kept in _kept(rule, param).items():
                 if name in (STEP, PRODUCT) and not isinstance(rule, TorchRule):
-                    entry[name] = torch.tensor(_number(rule, name, count), dtype=kept.dtype)
+                    entry[name] = _scalar(_number(rule, name, count), kept)
                 elif name == STEP:
-                    entry[name] = torch.tensor(float(count), dtype=kept.dtype)
+                    entry[name] = _scalar(float(count), kept)
                 else:
                     value = _as_kept(views[name][index], kept, param)
                     if isinstance(rule, SGD) and value is not None and _unused(rule, value):
@@ -103,13 +107,12 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
         made = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
         made.grad = torch.zeros_like(made)
         optimizer = rule.optimizer([made], rule.hyper())
-        optimizer.step()
+        with torch.device("cpu"):
+            optimizer.step()
         return dict(optimizer.state[made])
     zeros = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
     return {
-        name: torch.tensor(_number(rule, name, 0), dtype=kept.dtype)
-        if name in (STEP, PRODUCT)
-        else zeros.clone()
+        name: _scalar(_number(rule, name, 0), kept) if name in (STEP, PRODUCT) else zeros.clone()
         for name, kept in _kept(rule, param).items()
     }
 

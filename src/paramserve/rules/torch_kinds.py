@@ -192,7 +192,7 @@ def rule_of(given: Callable[..., Any]) -> Rule:
     made: object = None
     kind = given.func if isinstance(given, partial) else given
     if not isinstance(kind, type) or issubclass(kind, Optimizer):
-        made = given([torch.ones(2, 2)])
+        made = given([torch.ones(2, 2, device="cpu")])
     if not isinstance(made, Optimizer):
         raise TypeError(
             "rule= takes a rule, as in rule=ps.Adagrad(lr=0.05), a class of torch.optim, or "

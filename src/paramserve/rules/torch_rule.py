@@ -74,7 +74,7 @@ def class_of(kind: str) -> type[Optimizer]:
 def defaults_of(kind: str) -> Mapping[str, Any]:
     """What a class is set to without arguments, but for how it computes."""
     kind_class: Any = class_of(kind)
-    made = kind_class([torch.ones(2, 2)])
+    made = kind_class([torch.ones(2, 2, device="cpu")])
     return {name: value for name, value in made.defaults.items() if name not in COMPUTED_BY}
 
 
@@ -202,7 +202,7 @@ class TorchRule:
                 f"torch.optim.{self.kind} takes the finite numbers "
                 f"{', '.join(self.hyper_names)}, not {hyper}"
             )
-        self.optimizer([torch.ones(2, 2)], hyper)
+        self.optimizer([torch.ones(2, 2, device="cpu")], hyper)
 
     def states(self, hyper: Hyper) -> tuple[str, ...]:
         return self._names(hyper)
@@ -321,7 +321,7 @@ class TorchRule:
         entry: dict[str, Any] = {}
         for name, kept in self.kept(tuple(tensor.shape)).items():
             if name == STEP:
-                entry[name] = torch.tensor(float(run.count), dtype=kept.dtype)
+                entry[name] = torch.tensor(float(run.count), dtype=kept.dtype, device="cpu")
                 continue
             place = torch.from_numpy(arrays[name][run.start : run.stop])
             if kept.shape != ():
@@ -367,11 +367,12 @@ def _kept(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str,
 
 def _probe(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str, Kept] | None:
     # In float64, in which torch keeps no number that does not follow the tensor's dtype.
-    tensor = torch.ones(shape, dtype=torch.float64)
+    tensor = torch.ones(shape, dtype=torch.float64, device="cpu")
     tensor.grad = torch.full_like(tensor, 0.5)
     try:
         optimizer = rule.optimizer([tensor], hyper)
-        optimizer.step()
+        with torch.device("cpu"):  # where torch would make its numbers on the default device
+            optimizer.step()
     except (ValueError, RuntimeError):
         return None
     found: dict[str, Kept] = {}

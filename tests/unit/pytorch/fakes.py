@@ -160,6 +160,7 @@ class FakeCluster:
             step_samples=None,
             finishers=[],
             refreshers=[],
+            assigners=[],
             own_steps=[],
             ended=set(),
             load_state={},

@@ -237,11 +237,19 @@ def test_adopt_lazy_or_meta_parameter_is_refused() -> None:
             adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_adopt_embedding_with_sparse_gradients_is_refused(kind) -> None:
+    model, cluster = nn.Sequential(kind(5, 2, sparse=True)), FakeCluster()
+    with pytest.raises(TypeError, match=r"module '0' is a .* with sparse=True.*Applied: no"):
+        adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert cluster.blocks == []
+
+
 def test_adopt_sparse_gradient_is_refused_at_the_step() -> None:
-    model = nn.Embedding(5, 2, sparse=True)
+    model = nn.Embedding(5, 2)
     cluster = FakeCluster()
     optimizer = adopt(cluster.worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.tensor([1, 2])).sum().backward()
+    nn.functional.embedding(torch.tensor([1, 2]), model.weight, sparse=True).sum().backward()
     with pytest.raises(TypeError, match="'weight' is sparse"):
         optimizer.step()
     assert cluster.steps() == []

@@ -4,6 +4,7 @@ refused leaves everything as it was."""
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_state_dict_equals_torch(kind, options) -> None:
         assert list(fetched["state"][index]) == list(entry)
         for name, value in entry.items():
             torch.testing.assert_close(fetched["state"][index][name], value)
-    assert len(optimizer.state) == 0
+    assert not optimizer._fetched.shown
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
@@ -114,7 +115,9 @@ def test_state_dict_moves_between_torch_and_servers(kind, options, direction) ->
     plain = kind(expected.parameters(), lr=0.05, **options)
     partly_train(expected, plain)
     train(expected, plain)
-    assert_same(second, expected)
+    # Centered RMSprop divides by the root of a difference of close numbers, which enlarges what
+    # processors round differently.
+    assert_same(second, expected, rtol=1e-4 if options.get("centered") else 1e-5)
     assert continued.param_groups[0]["lr"] == 0.05
 
 
@@ -129,7 +132,7 @@ def test_load_state_dict_only_rank_0_stores() -> None:
         mine = small_model()
         optimizer = adopt(worker, mine, torch.optim.Adam(mine.parameters(), lr=1.0))
         optimizer.load_state_dict(saved)
-        assert len(optimizer.state) == 0
+        assert not optimizer._fetched.shown
         train(mine, optimizer, 1)
         return optimizer.state_dict()["state"][0]["step"].item()
 
@@ -171,7 +174,74 @@ def test_state_dict_of_a_wrong_kind_before_adoption_defines_nothing() -> None:
     assert cluster.blocks == []
 
 
-# --- what is refused, and what is taken -----------------------------------------------------------
+# --- `optimizer.state` itself --------------------------------------------------------------------
+
+
+def set_anew(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def clear(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state.clear()
+
+
+def fill_in_place(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for entry in optimizer.state.values():
+        entry["exp_avg"].zero_()
+
+
+def fill_one(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if model[0].weight in optimizer.state:
+        optimizer.state[model[0].weight]["exp_avg"][0] = 1.0
+
+
+def remove_one(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state.pop(model[0].weight, None)
+
+
+def empty_one(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state[model[0].weight] = {}
+
+
+def replace_a_tensor(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    entry = optimizer.state[model[0].weight]
+    entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+
+
+CHANGES = [set_anew, clear, fill_in_place, fill_one, remove_one, empty_one, replace_a_tensor]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("then", ["step", "state_dict"])
+def test_state_that_was_changed_is_refused_once_and_stays_on_the_servers(change, then: str) -> None:
+    model, expected = small_model(), small_model()
+    plain = torch.optim.Adam(expected.parameters(), lr=0.05)
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.Adam(model.parameters(), lr=0.05))
+    train(model, optimizer, 2)
+    change(optimizer, model)
+    with pytest.raises(RuntimeError, match=r"optimizer\.state was changed.*Applied: no"):
+        getattr(optimizer, then)()
+    train(model, optimizer, 2)
+    for _ in range(2):
+        train(expected, plain, 2)
+    assert_same(model, expected)
+
+
+def test_state_reads_as_torch_has_it_and_is_fetched_anew_after_a_step() -> None:
+    model, expected = small_model(), small_model()
+    plain = torch.optim.Adam(expected.parameters(), lr=0.05)
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.Adam(model.parameters(), lr=0.05))
+    assert optimizer.state[model[0].weight] == {}
+    for _ in range(2):
+        train(model, optimizer, 1)
+        train(expected, plain, 1)
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            entry = optimizer.state[param]
+            torch.testing.assert_close(entry, plain.state[other])
+            optimizer.state[param] = dict(entry)  # as trainers do that move states to a device
+
+
+# --- what is refused, and what is taken ----------------------------------------------------------
 
 
 def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Adam:
@@ -261,7 +331,7 @@ def test_load_state_dict_refused_leaves_everything_as_it_was(change) -> None:
         optimizer.load_state_dict(saved)
     assert cluster.stored == []
     assert optimizer.param_groups == groups
-    assert len(optimizer.state) == 0
+    assert not optimizer._fetched.shown
     train(model, optimizer, 2)
     train(expected, plain, 2)
     assert_same(model, expected)
@@ -273,7 +343,7 @@ def test_load_state_dict_with_a_momentum_that_the_servers_have_not_is_refused() 
     saved = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).state_dict()
     with pytest.raises(ValueError):
         optimizer.load_state_dict(saved)
-    assert (cluster.stored, len(optimizer.state)) == ([], 0)
+    assert (cluster.stored, optimizer._fetched.shown) == ([], False)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "ASGD", "Rprop", "Adagrad", "RAdam"])
