@@ -180,6 +180,17 @@ class ConsistencySpec(Struct, frozen=True):
     """Whether a gradient with NaN or Inf is skipped, not refused."""
 
 
+class Resumed(Struct, frozen=True):
+    """A checkpoint that a run goes on from, when it does."""
+
+    clocks: dict[str, int]
+    """By group."""
+    age_s: float
+    nbytes: int
+    pause_s: float
+    """The longest that a server executed nothing for it."""
+
+
 class CheckpointPlan(Struct, frozen=True):
     """Where and when a run writes checkpoints, and which one it goes on from."""
 
@@ -203,6 +214,8 @@ class CheckpointPlan(Struct, frozen=True):
     """Where the one is that the run goes on from; empty: it begins anew."""
     resume: str = ""
     """The name of that one."""
+    resumed: Resumed | None = None
+    """That one, if it lies where this run writes its own: the last one until there is another."""
     restore_s: float = 0.0
     """How much later than `Deadlines.start_s` the servers may be up: they read it first."""
 

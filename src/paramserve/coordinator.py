@@ -165,6 +165,11 @@ class CoordinatorRole:
         return self._coordination.membership.missing_servers
 
     @property
+    def is_as_saved(self) -> bool:
+        """Whether nothing has changed since the checkpoint that the cluster goes on from."""
+        return self._coordination.as_saved
+
+    @property
     def can_be_saved(self) -> bool:
         """Whether there is something for a checkpoint."""
         return self._coordination.can_be_saved()

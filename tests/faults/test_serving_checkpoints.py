@@ -80,6 +80,12 @@ def test_servers_come_back_with_their_values_and_the_worker_goes_on(
         np.testing.assert_array_equal(worker.client.pull("w"), np.full(4, 10.0))
     last.signal(signal.SIGTERM)
     last.finish()
+    # What no client has come to has nothing to write.
+    before = Folder(LocalFolder(runs)).numbers()
+    idle, _ = servers.serve(workers=1, checkpoint=str(runs), every_s=EVERY_S)
+    idle.signal(signal.SIGTERM)
+    idle.finish()
+    assert Folder(LocalFolder(runs)).numbers() == before
 
 
 def counts(worker: Any, steps: int, began: list[tuple[int, int]], half: threading.Event) -> int:

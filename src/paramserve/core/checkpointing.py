@@ -165,10 +165,19 @@ class Checkpointing:
         self._over: CheckpointOver | None = None
         """Of the last one."""
         self._report = CheckpointReport(folder=shown(plan.folder))
+        self._committed_at: float | None = None
+        """When the last one was; None: this run has committed none."""
+        if plan.resumed is not None:
+            self._report = structs.replace(
+                self._report,
+                name=plan.resume,
+                clocks=plan.resumed.clocks,
+                nbytes=plan.resumed.nbytes,
+                pause_s=plan.resumed.pause_s,
+            )
         self._path = ""
         self._saved = frozenset[int]()
         """The blocks that the last one has that was committed."""
-        self._committed_at = 0.0
         self._failed: tuple[str, str] = "", ""
         """What failed of the last one, and what to do; empty: nothing."""
         self._since: float | None = None
@@ -190,11 +199,15 @@ class Checkpointing:
         Args:
             ready: whether all servers are there, and have something to save.
         """
+        if self._committed_at is None and self._plan.resumed is not None:
+            self._committed_at = now - self._plan.resumed.age_s
         under_way = self._under_way
         if under_way is not None:
             self._limit(under_way, now)
             return
         if self._since is None:
+            if self._asked and not self._looks and ready():  # before any client has joined
+                self._look_for_servers()
             if not (isinstance(self._seen, ServersSeen) and ready()):
                 return
             self._since, self._at_clock = now, self._clock
@@ -250,9 +263,12 @@ class Checkpointing:
         Returns:
             None: it is not over.
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: it failed, or a server does not see the folder.
         """
         key = connection, message.call
+        if isinstance(self._seen, FilesFailed):
+            self._asked.pop(key, None)
+            raise CheckpointError(self._seen.failed, fix=self._seen.fix)
         number = self._asked.setdefault(key, self._number + 1)
         if self._over is None or self._over.checkpoint < number:
             return None
@@ -274,7 +290,8 @@ class Checkpointing:
         """Why a call is refused that has waited for as long as it may."""
         self._asked.pop((connection, message.call), None)
         under_way = self._under_way
-        why = under_way.stage.value if under_way is not None else "no block is defined"
+        none = "no block is defined, or a server is missing"
+        why = under_way.stage.value if under_way is not None else none
         return CheckpointError(
             f"no checkpoint was committed in {message.wait_s:.1f} s: {why}",
             applied="unknown",
@@ -288,7 +305,7 @@ class Checkpointing:
 
     def report(self, now: float) -> CheckpointReport:
         """How checkpoints stand."""
-        age_s = now - self._committed_at if self._report.name else 0.0
+        age_s = now - self._committed_at if self._committed_at is not None else 0.0
         return structs.replace(self._report, age_s=age_s, writes=self._under_way is not None)
 
     # --- servers ---------------------------------------------------------------------------------
@@ -299,12 +316,15 @@ class Checkpointing:
         Raises:
             CheckpointError: one of them does not.
         """
-        if not self._looks:
-            self._looks = True
-            self.work.append(SeeServers())
+        self._look_for_servers()
         if isinstance(self._seen, FilesFailed):
             raise CheckpointError(self._seen.failed, fix=self._seen.fix)
         return self._seen is not None
+
+    def _look_for_servers(self) -> None:
+        if not self._looks:
+            self._looks = True
+            self.work.append(SeeServers())
 
     def cut_taken(self, message: CutTaken, now: float) -> None:
         """Shard 0 has the cut, or has none."""

@@ -206,6 +206,9 @@ class Coordination:
             config.consistency,
             record,
         )
+        self.as_saved = record is not None
+        """Whether the cluster is as its checkpoint has it: no client has come since, and it was not
+        scaled."""
         self.membership, self.directory = state.membership, state.directory
         self.leases, self.collectives = state.leases, state.collectives
         self.checkpoints: Checkpointing | None = None
@@ -370,6 +373,7 @@ class Coordination:
                         fix="ask for fewer, or raise it with limits=ps.Limits(clients_max=...)",
                     )
                 self.membership.scale(message.workers)
+                self.as_saved = False
                 self._records_max = self.config.limits.log_records_max * message.workers
             case PassBy():
                 member = self._worker_of(party, "passed a collective by")
@@ -410,6 +414,7 @@ class Coordination:
             return None
         before = self.membership.members.get(message.rank)
         client, incarnation = self.membership.join(message, self._now)
+        self.as_saved = False
         party.client, party.rank = client, message.rank
         return Joined(
             message.call,

@@ -22,7 +22,7 @@ from paramserve.checkpoint.locations import storage_at, whole_path
 from paramserve.checkpoint.manifest import Manifest
 from paramserve.checkpoint.reader import Checkpoint as Saved
 from paramserve.checkpoint.storage import Storage, telling
-from paramserve.config import CheckpointPlan, check_count, check_number
+from paramserve.config import CheckpointPlan, Resumed, check_count, check_number
 from paramserve.errors import CheckpointDamaged, CheckpointError, shown
 from paramserve.messages import CheckpointReport, Status
 from paramserve.observe.checkpoints import (
@@ -171,11 +171,16 @@ class Recovery:
     def plan(self, seed: int | None) -> CheckpointPlan:
         """What the processes of the next attempt are told."""
         chosen, settings = self.chosen, self.settings
+        resumed = None
+        if chosen is not None and chosen.folder == self.folder:
+            cut, age_s = chosen.manifest.cut, max(time.time() - chosen.manifest.created_s, 0.0)
+            resumed = Resumed(cut.clocks, age_s, chosen.manifest.nbytes, cut.pause_s)
         plan = CheckpointPlan(
             run=self.run,
             seed=seed,
             resume_folder=chosen.folder if chosen is not None else "",
             resume=chosen.manifest.name if chosen is not None else "",
+            resumed=resumed,
             restore_s=chosen.manifest.nbytes / RESTORE_BYTES_S if chosen is not None else 0.0,
         )
         if settings is None:

@@ -249,6 +249,8 @@ class _Running:
         whole = coordinator is not None and coordinator.can_be_saved and not self.lost.is_set()
         if self.settings.recovery is None or not whole:
             return None
+        if coordinator is not None and coordinator.is_as_saved:
+            return None  # the checkpoint that it goes on from is the last one
         try:
             await asyncio.to_thread(self._ask_checkpoint)
         except ParamServeError as error:

@@ -11,7 +11,7 @@ from msgspec import structs
 from tests.unit.checkpoint.puppets import DRIVER, PLAN, SERVER, Puppets, started
 
 from paramserve.checkpoint.folder import Folder
-from paramserve.config import RuleSpec
+from paramserve.config import Resumed, RuleSpec
 from paramserve.core import checkpointing
 from paramserve.core.coordination import ConnectionLost, FilesWorked, Noticed
 from paramserve.messages import (
@@ -28,6 +28,7 @@ from paramserve.messages import (
     Piece,
     PlaceBlock,
     Reconnect,
+    Scale,
     ServerBeat,
     TableSpec,
     WriteCut,
@@ -140,6 +141,64 @@ def test_run_goes_on_with_what_the_coordinator_knew() -> None:
     again.pass_time(11.0)
     assert names(disk) == ["step-5", "step-3"]
     assert again.told[1][1] == WriteCut(1, 7, "step-5", (0,))
+
+
+def resumed(disk: Disk, **options: Any) -> Puppets:
+    """A cluster that goes on from a checkpoint of two minutes ago, before any client has come."""
+    first = started(disk)
+    first.clock = 3
+    first.pass_time(11.0)
+    first.committer.close()
+    before = Resumed({"model": 3}, age_s=120.0, nbytes=5000, pause_s=0.5)
+    plan = structs.replace(PLAN, resume="step-3", resumed=before)
+    return Puppets(disk, plan, resume="step-3", **options)
+
+
+def test_cluster_that_goes_on_writes_a_checkpoint_when_asked_before_a_client_comes() -> None:
+    run = resumed(Disk())
+    assert isinstance(run.ask(), Checkpointed)
+
+
+def test_checkpoint_is_refused_where_a_server_does_not_see_the_folder_and_no_client_has_come() -> (
+    None
+):
+    disk = Disk()
+    run = resumed(disk)
+    disk.remove(".probe-nonce-1")
+    refused = run.ask()
+    assert isinstance(refused, Failed)
+    assert refused.kind == "CheckpointError"
+
+
+def test_status_tells_the_checkpoint_that_the_cluster_goes_on_from() -> None:
+    run = resumed(Disk())
+    run.pass_time(30.0)
+    told = run.call(DRIVER, AskStatus(1)).checkpoints
+    assert (told.name, told.clocks, told.nbytes, told.pause_s) == (
+        "step-3",
+        {"model": 3},
+        5000,
+        0.5,
+    )
+    assert (told.age_s, told.committed) == (150.0, 0)
+    run.join(0)
+    run.clock = 5
+    run.pass_time(11.0)
+    told = run.call(DRIVER, AskStatus(1)).checkpoints
+    assert (told.name, told.committed) == ("step-5", 1)
+    assert told.age_s < 2.0
+
+
+def test_cluster_is_as_saved_until_a_client_comes_or_it_is_scaled() -> None:
+    run = resumed(Disk())
+    run.pass_time(30.0)
+    assert run.one.as_saved
+    run.join(-1)
+    assert not run.one.as_saved
+    run = resumed(Disk())
+    run.call(DRIVER, Scale(1, 3))
+    assert not run.one.as_saved
+    assert not started(Disk()).one.as_saved
 
 
 def test_other_servers_get_the_blocks_cut_anew() -> None:

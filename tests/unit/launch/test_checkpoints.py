@@ -108,13 +108,17 @@ def test_resume_goes_on_from_the_newest_or_the_named_one(
     write: Callable[..., str], tmp_path: Path
 ) -> None:
     folder = write("before", 1, 2)
-    assert name_of(recovery_of("train", folder, True, None)) == "step-2"
+    same = recovery_of("train", folder, True, None)
+    assert name_of(same) == "step-2"
+    assert same is not None
+    assert same.plan(0).resumed is not None
     assert name_of(recovery_of("train", None, folder, None)) == "step-2"
     assert name_of(recovery_of("train", None, Path(folder) / "step-1", None)) == "step-1"
     other = recovery_of("train", tmp_path / "new", folder, None)
     assert name_of(other) == "step-2"
     assert other is not None
     assert other.plan(0).resume_folder == folder
+    assert other.plan(0).resumed is None  # its own folder has none yet
     assert other.folder == str(tmp_path / "new")
     anew = recovery_of("train", tmp_path / "none", True, None)
     assert name_of(anew) is None
