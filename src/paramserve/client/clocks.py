@@ -40,6 +40,9 @@ class ClientClocks:
         self._asking: dict[str, int] = {}
         """By group where this client does not know its clock: its steps that are on their way, and
         whose answers say it."""
+        self._asked_ticks: dict[str, int] = {}
+        """Those of them that end a clock: `clocks` counts them on top of what the shards have
+        said."""
         self._terms = terms
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
@@ -66,11 +69,20 @@ class ClientClocks:
         with self._heard_lock:
             self._asking[group] -= 1
 
-    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
+    def _tick_asked(self, group: str) -> None:
+        """A step that ends a clock, and asks for it, is certain to be sent."""
+        with self._heard_lock:
+            self.clocks[group] = self.clocks.get(group, 0) + 1
+            self._asked_ticks[group] = self._asked_ticks.get(group, 0) + 1
+
+    def _hear(
+        self, operation: Operation, group: str | None, after: int, *, tick: bool = False
+    ) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.
 
         Args:
             after: the clock after it, as this client knows; or `CURRENT_CLOCK`.
+            tick: whether it has ended one.
         """
         replies = operation.replies.values()
         with self._heard_lock:
@@ -80,15 +92,17 @@ class ClientClocks:
                     self._terms.changed(news)
             if group is None:
                 return
-            own = max(self.clocks.get(group, 0), after)
+            asked, under_way = after == CURRENT_CLOCK, self._asked_ticks.get(group, 0)
+            own = max(self.clocks.get(group, 0) - under_way, after)
             at = max((reply.at for reply in replies), default=-1)
             if any(reply.pending for reply in replies):
                 self._told_pending.append(group)
-            if at > own:
-                self.clocks[group] = at
-                if any(reply.skipped for reply in replies) and group not in self._asking:
-                    self.missed += at - own
-            if after == CURRENT_CLOCK and group in self._asking:
+            if at > own and any(reply.skipped for reply in replies) and group not in self._asking:
+                self.missed += at - own
+            if asked and tick:
+                self._asked_ticks[group] = under_way = under_way - 1
+            self.clocks[group] = max(own, at) + under_way
+            if asked and group in self._asking:
                 self._asking[group] -= 1
                 if not self._asking[group] and at >= 0:
                     del self._asking[group]

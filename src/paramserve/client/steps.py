@@ -348,7 +348,10 @@ class Steps(ClientClocks):
             if parts.numbered is not None:
                 parts.numbered(each.ticket)
             if parts.options.tick:
-                self.go_on(parts.block.group_name, each.clock + 1)
+                if each.clock == CURRENT_CLOCK:
+                    self._tick_asked(parts.block.group_name)
+                else:
+                    self.go_on(parts.block.group_name, each.clock + 1)
                 self.membership.stepped(parts.block)
                 for staged in parts.staged:
                     staged.operation = each.operation
@@ -618,8 +621,9 @@ class Steps(ClientClocks):
             reply = operation.replies[shard]
             says = says or reply.at >= 0 or reply.retire or reply.news != ()
         if says:
-            after = clock + sent.parts.options.tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
-            self._hear(operation, sent.parts.block.group_name, after)
+            tick = sent.parts.options.tick
+            after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
+            self._hear(operation, sent.parts.block.group_name, after, tick=tick)
         if operation.error is not None and sent.parts.what != "pull":
             self._unread[sent.ticket] = None  # a pull that failed has changed nothing
 

@@ -536,14 +536,16 @@ def test_steps_of_a_group_that_follows_ask_for_their_clock_until_the_last_answer
         (JOIN, 1, (2,)),
         (STEP, 1, 0),
         (STEP, 2, CURRENT_CLOCK),
-        (STEP, 2, 0),
+        (STEP, 2, 1),
         (STEP, 2, CURRENT_CLOCK),
     ]
+    assert one.steps.clocks["bb"] == 2, "own steps count before they are answered"
     one.memory.answer(2, at=8)
-    assert one.steps.clocks["bb"] == 8
+    assert one.steps.clocks["bb"] == 9, "as does the one that is on its way"
     one.step(BB)
     one.memory.answer(4, at=9)
     one.memory.answer(5, at=10)
+    assert one.steps.clocks["bb"] == 10
     one.step(BB)
     assert one.said() == [(STEP, 2, CURRENT_CLOCK), (STEP, 2, 10)]
 
