@@ -197,6 +197,24 @@ def test_step_that_is_skipped_ends_the_clocks_and_changes_nothing(cluster: RoleC
     assert (len(words), len(films), client.clock("words"), client.clock("films")) == (0, 0, 1, 1)
 
 
+def test_step_of_several_groups_is_skipped_where_one_of_them_is(
+    make_cluster: MakeCluster,
+) -> None:
+    client = make_cluster("unix", servers=2).client()
+    options: dict[str, Any] = {"dim": 2, "rule": Add(), "init": Zeros()}
+    skips = client.table("skips", consistency=Async(on_nonfinite="skip"), **options)
+    other = client.table("applies", **options)
+    dense = client.define("w", np.zeros(2), rule=Add())
+    bad = np.full((1, 2), np.nan, np.float32)
+    for rows in (bad, ones(1, 2)):
+        both = [TablePush(skips, [1], rows), TablePush(other, [1], ones(1, 2))]
+        assert client.push_tables(both).result().skipped == (rows is bad)
+        step = client.dense.step("default", [], pull=[dense], tables=both[:1])
+        assert step.result().skipped == (rows is bad)
+        step.release()
+    assert (skips.pull([1]).tolist(), other.pull([1]).tolist()) == ([[2.0] * 2], [[2.0] * 2])
+
+
 def test_many_tables_step_together_while_earlier_steps_are_on_their_way(
     cluster: RoleCluster,
 ) -> None:

@@ -20,12 +20,13 @@ Array = npt.NDArray[Any]
 
 
 class Outcome(Struct):
-    """What a step did.
+    """What a step did. Of several groups in one call `skipped` is said of all of them, the rest of
+    the last one.
 
     Attributes:
         version: updates that the group has had after it, on the shard that has had the fewest.
         staleness: updates between the version that the gradient came from and this one, at most.
-        skipped: the gradient was not applied, as the policy says.
+        skipped: a gradient was not applied, as the policy of its group says.
         values: by block id, flat [block.size] views into the client's memory, until `release()`.
     """
 
@@ -78,7 +79,11 @@ class Ticket(Struct, eq=False, weakref=True):
         """
         if self._outcome is None:
             finish(self, timeout_s)
-            self._outcome = self._read()
+            outcome = self._read()
+            for other in self.others:
+                assert other._outcome is not None
+                outcome.skipped = outcome.skipped or other._outcome.skipped
+            self._outcome = outcome
         return self._outcome
 
     def _read(self) -> Outcome:

@@ -21,8 +21,8 @@ class StepRecord(NamedTuple):
         waited_s: seconds that the worker waited for the answer once the push was sent: for the
             network, the update and, under `Sync`, the slowest rank. With `overlap=True`, what was
             left of that when the next step began.
-        dropped: the gradient was not applied: it was too late, too stale, or held NaN or Inf that
-            the policy skips.
+        dropped: the gradient was not applied, or that of a table in the same step: it was too late,
+            too stale, or held NaN or Inf that the policy skips.
     """
 
     clock: int
