@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -127,10 +128,16 @@ def test_what_own_steps_cannot_do_is_refused(
 
 
 class Paced(Learner):
-    """A learner whose steps take so many seconds each, by a clock of its own."""
+    """A learner whose steps take so many seconds each, by a clock of its own.
+
+    Attributes:
+        hears: whether the coordinator's answers come before its next step.
+    """
+
+    hears = True
 
     def __init__(self, worker: Worker, step_s: float) -> None:
-        self.time, self.step_s = 0.0, step_s
+        self.time, self.step_s, self.client = 0.0, step_s, worker.client
         worker.client.steps.now = lambda: self.time
         super().__init__(worker)
 
@@ -144,6 +151,8 @@ class Paced(Learner):
         while self.clock == before:
             self.step()
             made += 1
+        if self.hears:
+            speeds(self.client)  # its answer comes behind the one to the exchange
         return made
 
     @property
@@ -163,6 +172,7 @@ def test_slow_worker_makes_fewer_steps_between_exchanges(make_cluster: MakeClust
     clients = [cluster.client(rank=rank) for rank in range(3)]
     fast, slow = Paced(Worker(clients[0], seed=1), FAST_S), Paced(Worker(clients[1], 1), SLOW_S)
     assert [each.until_exchange() for each in (fast, slow)] == [12, 12], "no speed is known"
+    assert [each.until_exchange() for each in (slow, fast)] == [12, 12], "it is answered by then"
     assert [each.until_exchange() for each in (slow, fast, slow)] == [2, 12, 2]
 
     slow.step_s = 500.0
@@ -170,17 +180,34 @@ def test_slow_worker_makes_fewer_steps_between_exchanges(make_cluster: MakeClust
     assert counts[0] == 2, "it changes at an exchange only"
     assert counts == sorted(counts), "the mean of the last ones counts"
     assert counts[-1] == 12
-    assert [fast.until_exchange() for _ in range(2)] == [12, 6], "now it is the slow one"
+    assert [fast.until_exchange() for _ in range(3)] == [12, 12, 6], "now it is the slow one"
     told = dict(speeds(clients[0]))
     assert [each.steps for each in told.values()] == [6, 12]
     assert [each.steps_per_s for each in told.values()] == pytest.approx([1e-3, 2e-3], rel=0.1)
 
     joined = Paced(Worker(clients[2], seed=1), 100.0)
     joined.until_exchange()
-    assert [slow.until_exchange() for _ in range(2)] == [12, 2], "a faster one has joined"
+    assert [slow.until_exchange() for _ in range(3)] == [12, 12, 2], "a faster one has joined"
     clients[2].connection.control.close()  # its process ends
     cluster.mark_dead(2)
-    assert [slow.until_exchange() for _ in range(2)] == [2, 12], "and died"
+    assert [slow.until_exchange() for _ in range(3)] == [2, 2, 12], "and died"
+
+
+def test_coordinator_that_stands_still_holds_no_step_up(make_cluster: MakeCluster) -> None:
+    policy = ps.AsyncLocalSteps(2, ps.SGD(lr=1.0), scale_steps=True)
+    cluster = make_cluster(workers=2, policy=policy)
+    fast, slow = (Paced(Worker(cluster.client(rank=k), 1), 10.0**k * 1e3) for k in range(2))
+    for each in (fast, slow, slow):
+        each.until_exchange()
+    slow.hears, slow.step_s = False, 1e-3
+    wakes, began = threading.Event(), time.monotonic()
+    cluster.coordinating.loop.call_soon_threadsafe(wakes.wait, 60.0)
+    try:
+        counts = [slow.until_exchange() for _ in range(30)]
+        assert time.monotonic() - began < 20.0, "each would have waited for a second"
+    finally:
+        wakes.set()
+    assert counts[-1] == 2, "by its own new speed, and the last one that it knows of"
 
 
 def test_scaled_steps_are_at_least_one_and_none_without_the_option(
@@ -192,7 +219,7 @@ def test_scaled_steps_are_at_least_one_and_none_without_the_option(
         workers = [Worker(cluster.client(rank=rank), seed=1) for rank in range(2)]
         fast, slow = Paced(workers[0], 1.0), Paced(workers[1], 1_000.0)
         counts = [each.until_exchange() for each in (fast, slow, slow, slow, fast)]
-        assert counts == ([4, 4, 1, 1, 4] if scaled else [4] * 5)
+        assert counts == ([4, 4, 4, 1, 4] if scaled else [4] * 5)
         assert len(speeds(workers[0].client)) == (2 if scaled else 0)
 
 
@@ -423,7 +450,7 @@ def test_delay_stays_below_scaled_steps(make_cluster: MakeCluster) -> None:
     workers = [Worker(cluster.client(rank=rank), seed=1) for rank in range(2)]
     fast, slow = Paced(workers[0], 1.0), Paced(workers[1], 1_000.0)
     assert [each.until_exchange() for each in (fast, slow)] == [4, 4]
-    assert [slow.until_exchange() for _ in range(4)] == [1] * 4
+    assert [slow.until_exchange() for _ in range(4)] == [4, 1, 1, 1]
     for _ in range(4):
         fast.until_exchange()  # moves the center away
         before = slow.values()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paramserve.errors import ParamServeError
 from paramserve.messages import Fastest, TellSpeed
 
 if TYPE_CHECKING:
     from paramserve.client.client import Client
 
 TELL_S = 1.0
-"""How long an answer is waited for: a coordinator that is away for a moment holds no training up.
-The exchange is on its way meanwhile."""
+"""After so long without an answer the next exchange asks anew. None waits for one: a coordinator
+that is away for a moment holds no training up."""
 SMOOTHING = 0.3
 """Weight of the newest steps in the mean time of a step: about the last 3 exchanges count."""
 
@@ -28,8 +26,8 @@ class Pace:
         now: seconds; None: the client's clock.
     Attributes:
         speed: own steps a second; 0: not known yet.
-        fastest: of the fastest worker that lives, as the coordinator knew it at the last exchange;
-            0: not known.
+        fastest: of the fastest worker that lives, as the coordinator knew it at the exchange before
+            the last one; 0: not known.
     """
 
     def __init__(self, client: Client, group: str, now: Callable[[], float] | None = None) -> None:
@@ -41,6 +39,8 @@ class Pace:
         self._made = 0
         self._unmeasured = 0
         """Own steps before those."""
+        self._asked, self._asked_at = 0, 0.0
+        """What was posted and is not answered; 0: nothing."""
         self.speed = 0.0
         self.fastest = 0.0
 
@@ -52,10 +52,12 @@ class Pace:
             self._made += 1
 
     def exchanged(self) -> None:
-        """An exchange was sent: measure the steps before it, and ask for the fastest worker's.
+        """An exchange was sent: take the answer to the one before, measure the steps before it, and
+        ask for the fastest worker's speed.
 
         Where the coordinator does not answer, the fastest worker is as fast as it was.
         """
+        self._take_answer()
         if self._since is None or not self._made:
             return
         busy_s = self._now() - self._since[0] - (self._connection.waited_s - self._since[1])
@@ -67,9 +69,18 @@ class Pace:
         self._since = self._now(), self._connection.waited_s
         self._made = self._unmeasured = 0
 
+    def _take_answer(self) -> None:
+        if not self._asked:
+            return
+        reply = self._connection.control.answer(self._asked)
+        if reply is not None:
+            self._asked = 0
+        if isinstance(reply, Fastest):  # who counts as dead learns it from the servers
+            self.fastest = reply.steps_per_s
+
     def _tell(self) -> None:
+        if self._asked and self._now() - self._asked_at < TELL_S:
+            return
         steps = self._unmeasured + self._made
         message = TellSpeed(0, self._group, self.speed, steps)
-        with contextlib.suppress(ParamServeError):  # who counts as dead learns it from the servers
-            told = self._connection.control.call(message, Fastest, timeout_s=TELL_S, slack_s=0.0)
-            self.fastest = told.steps_per_s
+        self._asked, self._asked_at = self._connection.control.post(message), self._now()

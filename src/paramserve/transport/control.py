@@ -87,6 +87,10 @@ class ControlLink:
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
         self._call = 0
+        self._posted = 0
+        """The call that was posted last; 0: none was."""
+        self._answer: CoordinatorReply | None = None
+        """To that one."""
         self._dial: Callable[[float], Link] | None = None
         self._identity: Reconnect | None = None
         self._deadlines = Deadlines()
@@ -288,11 +292,48 @@ class ControlLink:
             reply: CoordinatorReply | ServerNotice | Refused = _decode(header)
             if isinstance(reply, Refused):  # And the coordinator has ended the connection.
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
-            if isinstance(reply, ServerNotice):
-                self.notices.append(reply)
-            elif reply.call == number:
+            if not isinstance(reply, ServerNotice) and reply.call == number:
                 return reply
+            self._keep(reply)
         return None
+
+    def _keep(self, reply: CoordinatorReply | ServerNotice) -> None:
+        """Keep what came and is no answer to the call under way."""
+        if isinstance(reply, ServerNotice):
+            self.notices.append(reply)
+        elif reply.call == self._posted:
+            self._answer = reply
+
+    def post(self, message: CoordinatorRequest) -> int:
+        """Send a request and never wait; of several, the answer to the last one is kept.
+
+        Returns:
+            Its number, for `answer`. 0: another call is under way, or the coordinator is gone, or
+            takes nothing. Nothing was sent.
+        """
+        try:
+            if not self._lock.acquire(blocking=False):
+                return 0
+            self._call += 1
+            request = structs.replace(message, call=self._call)
+            if not self._send(request, time.monotonic(), waits=False):
+                return 0
+            self._posted, self._answer = self._call, None
+            return self._posted
+        except (ConnectionError, ClientClosed):
+            return 0
+        finally:
+            try:  # noqa: SIM105  # no call comes before the release
+                self._lock.release()
+            except RuntimeError:
+                pass
+
+    def answer(self, number: int) -> CoordinatorReply | None:
+        """The answer to the request that was posted with this number, a `Failed` too; None: it has
+        not come, or another call is under way. Does not wait."""
+        with contextlib.suppress(ParamServeError):  # a heartbeat makes the connection anew
+            self._read()
+        return self._answer if number == self._posted else None
 
     def _send(
         self,
@@ -378,20 +419,27 @@ class ControlLink:
         Raises:
             CoordinatorGone: the connection broke.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._read():
             return []
+        notices = list(self.notices)
+        self.notices.clear()
+        return notices
+
+    def _read(self) -> bool:
+        """Keep what has come; False: a call is under way, which does that. Raises as
+        `read_notices`."""
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
             while (header := self._receive(0.0)) is not None:
-                reply = _decode(header)
-                if isinstance(reply, ServerNotice):
-                    self.notices.append(reply)
+                reply: CoordinatorReply | ServerNotice | Refused = _decode(header)
+                if not isinstance(reply, Refused):
+                    self._keep(reply)
         except ConnectionError as error:
             raise self._gone(error) from error
         finally:
             self._lock.release()
-        notices = list(self.notices)
-        self.notices.clear()
-        return notices
+        return True
 
     def _gone(self, error: Exception) -> ParamServeError:
         if isinstance(error, EndedByPeer):
