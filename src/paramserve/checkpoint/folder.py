@@ -24,6 +24,7 @@ from paramserve.checkpoint.manifest import (
     Written,
     decode,
     encode,
+    is_written,
     joined,
     layers,
     manifest_number,
@@ -39,11 +40,6 @@ OTHERS_NAMED = 5
 """Of what lies in a folder that is not ours."""
 STEP = re.compile(r"step-\d+(-\d+)?")
 """The names of checkpoints and of their folders."""
-OURS = re.compile(
-    r"(values/[^/]+|state/[^/]+/[^/]+|sums/[^/]+|tables/[^/]+|worker-\d+)\.safetensors"
-    r"|(cluster|(shard|worker)-\d+)\.msgpack"
-)
-"""Files within them."""
 PROBE = ".probe-"
 
 
@@ -351,7 +347,7 @@ class Folder:
             path = f"{name}/{inner}"
             if each.is_folder:
                 nbytes += self._sweep(name, needed, inner)
-            elif path not in needed and OURS.fullmatch(inner):
+            elif path not in needed and is_written(inner):
                 nbytes += self._remove(path)
         if not self.storage.entries(folder):
             self.storage.remove_folder(folder)

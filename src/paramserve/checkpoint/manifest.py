@@ -5,6 +5,7 @@ A JSON object whose last member is the hash of all bytes before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
@@ -31,6 +32,10 @@ LEAD = "manifest-"
 RESIDUALS = "residuals"
 _HASH = b',"hash":"'
 _END = b'"}\n'
+_WRITTEN = re.compile(
+    rf"((values|sums|tables|{RESIDUALS})/[^/]+|state/[^/]+/[^/]+|worker-\d+)\.safetensors"
+    r"|(cluster|(shard|worker)-\d+)\.msgpack"
+)
 
 
 def digest(data: Buffer) -> str:
@@ -292,6 +297,12 @@ def layers(
                 fix="report this: it is a bug of paramserve",
             )
     return made
+
+
+def is_written(path: str) -> bool:
+    """Whether a path within a checkpoint's folder is one of those that follow. A `Writer` writes no
+    other, so that pruning, which removes no other, leaves nothing."""
+    return _WRITTEN.fullmatch(path) is not None
 
 
 def values_path(group: str) -> str:

@@ -20,6 +20,7 @@ from paramserve.checkpoint.manifest import (
     Part,
     Written,
     digest,
+    is_written,
     table_path,
     worker_path,
 )
@@ -367,6 +368,8 @@ class Writer:
     def _open(self, path: str, whole: Layout, *, header: bool) -> _Output:
         if path in self._files:
             raise ValueError(f"{path} is written already")
+        if not is_written(path):
+            raise ValueError(f"{path} would stay behind when its checkpoint is pruned")
         whole_path = f"{self._name}/{path}"
         with telling(self._storage, self._what(path)):
             names = whole_path.split("/")

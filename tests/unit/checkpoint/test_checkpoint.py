@@ -233,7 +233,7 @@ def test_rows_that_are_not_as_told_are_refused(batch: dict[str, np.ndarray], tol
 )
 def test_values_that_are_not_as_told_are_refused(arrays: list[np.ndarray], told: str) -> None:
     with Writer(Disk(), "x") as writer:
-        file = writer.dense("v", [sample.blocks(2)[1]], 0)
+        file = writer.dense("values/v.safetensors", [sample.blocks(2)[1]], 0)
         assert told in refusals(lambda: file.write(1, arrays[0]), writer.finish)
 
 
@@ -288,7 +288,7 @@ def test_writer_tells_its_bytes_and_syncs_on_the_way(monkeypatch: pytest.MonkeyP
     with Writer(disk, "x") as writer:
         for number in range(3):
             writer.message(f"shard-{number}.msgpack", bytes(900))
-        file = writer.dense("v", [sample.blocks(1)[1]], 0)
+        file = writer.dense("values/v.safetensors", [sample.blocks(1)[1]], 0)
         for values in np.array_split(np.zeros(620, np.float32), 10):
             file.write(1, values)
         assert sum(one.kind == "sync" for one in disk.log) == 2

@@ -8,13 +8,16 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import claims
+from paramserve.checkpoint import manifest as manifest_module
 from paramserve.checkpoint.folder import Folder, answer_probe, split_path
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.storage import LocalFolder
+from paramserve.checkpoint.writer import Writer
 from paramserve.errors import CheckpointError, CheckpointFolderTaken
 
 HOLDS = """
@@ -144,6 +147,36 @@ def test_names_numbers_and_keep(tmp_path: Path) -> None:
             "step-3-3",
         ]
         assert [each.name for each in (tmp_path / "step-1").iterdir()] == ["notes.txt"]
+
+
+EVERY_PATH = {
+    "values_path": ("a.b",),
+    "state_path": ("momentum", "model"),
+    "sums_path": ("model", 1),
+    "residual_path": ("model", 0, 3),
+    "table_path": ("users", 1),
+    "shard_path": (2,),
+    "worker_path": (3,),
+}
+"""What makes the path of a file within a checkpoint, with arguments."""
+
+
+def test_prune_removes_every_kind_of_file(tmp_path: Path) -> None:
+    made = {name for name in vars(manifest_module) if name.endswith("_path")} - {"manifest_path"}
+    assert made == EVERY_PATH.keys()
+    paths = [getattr(manifest_module, name)(*given) for name, given in EVERY_PATH.items()]
+    with Folder(LocalFolder(tmp_path)).claimed("run") as folder:
+        name = folder.begin(1)
+        with Writer(folder.storage, name) as writer:
+            for path in (*paths, manifest_module.CLUSTER_PATH):
+                writer.message(path, b"content")
+            writer.saved(0, {"tensor": np.zeros(2)})
+            with pytest.raises(ValueError, match=r"notes\.txt would stay behind"):
+                writer.message("notes.txt", b"content")
+            folder.commit(name, [writer.finish()], sample.Cut(step=1, shards=1))
+        sample.save(folder, 2)
+        assert folder.prune(keep=1).checkpoints == (name,)
+    assert not (tmp_path / name).exists()
 
 
 def test_prune_leaves_what_a_damaged_manifest_may_need(tmp_path: Path) -> None:
