@@ -69,6 +69,7 @@ class Committer:
         """Of this run."""
         self._held = ExitStack()
         self._folder = self._held.enter_context(Folder(storage).claimed(plan.run))
+        self._held.callback(self._folder.drop_probe, nonce)  # also of a start that is refused
         self._folder.begin_probe(nonce)
 
     def close(self) -> None:

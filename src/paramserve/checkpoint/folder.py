@@ -392,11 +392,17 @@ class Folder:
                 found = b""
             if found != nonce.encode():
                 missing.append(each)
-        with suppress(OSError):
-            for name in (nonce, *(f"{nonce}-{each}" for each in servers)):
-                self._remove(PROBE + name)
+        self.drop_probe(nonce)
         if missing:
             raise _not_shared(f"server {missing[0]}", self.storage, "its answer is not here")
+
+    def drop_probe(self, nonce: str) -> None:
+        """Remove the files of a probe, as far as that goes; repeating is safe."""
+        with suppress(OSError, CheckpointError):
+            self._check_held()
+            for each in self.storage.entries(""):
+                if each.name.startswith(PROBE + nonce):
+                    self._remove(each.name)
 
 
 def answer_probe(storage: Storage, nonce: str, server: int) -> None:

@@ -251,7 +251,8 @@ class LocalFolder(Storage):
             return sorted(Entry(each.name, each.is_dir(follow_symlinks=False)) for each in found)
 
     def open(self, path: str, write: bool = False) -> File:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW if write else os.O_RDONLY
+        # A pipe in a file's place is read as an empty file, and not waited for.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW if write else os.O_RDONLY | os.O_NONBLOCK
         return LocalFile(os.open(self._root / path, flags, 0o666))
 
     def rename(self, old: str, new: str) -> None:

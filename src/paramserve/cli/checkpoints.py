@@ -115,6 +115,8 @@ def verify(path: str) -> None:
         click.echo(f"paramserve: {manifest.name} is whole: {files}")
     for each in bad:
         click.echo(f"paramserve: {each}", err=True)
+    if not found and not bad:
+        click.echo(f"paramserve: {shown(root)} has no checkpoints", err=True)
     if bad or not found:
         raise click.exceptions.Exit(1)
 

@@ -417,6 +417,8 @@ def save(path: str, state: Mapping[str, Any]) -> None:
 @click.argument("file", type=click.Path(dir_okay=False))
 def token(file: str) -> None:
     """Make a new token for a cluster: FILE, which only you can read."""
+    if file in ("", "-"):  # a name that other commands take for standard output
+        raise click.UsageError(f"FILE is the path of a new file, not {file!r}")
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

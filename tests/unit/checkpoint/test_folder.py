@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import claims
 from paramserve.checkpoint import manifest as manifest_module
+from paramserve.checkpoint.committing import Committer
 from paramserve.checkpoint.folder import Folder, answer_probe, split_path
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.checkpoint.writer import Writer
+from paramserve.config import CheckpointPlan
 from paramserve.errors import CheckpointError, CheckpointFolderTaken
 
 HOLDS = """
@@ -212,6 +215,25 @@ def test_pruning_leaves_what_is_being_written(tmp_path: Path) -> None:
         found, manifest, _ = folder.first_valid(sample.load)
     assert manifest == made
     assert found == sample.contents(2)
+
+
+def test_pipe_in_the_place_of_a_manifest_is_a_damaged_one(tmp_path: Path) -> None:
+    folder = Folder(LocalFolder(tmp_path))
+    os.mkfifo(tmp_path / "manifest-900.json")
+    assert folder.first_valid(sample.load)[0] is None
+    assert list(folder.manifests()[1]) == [900]
+
+
+def test_coordinator_that_ends_before_its_servers_came_leaves_no_probe(tmp_path: Path) -> None:
+    storage = LocalFolder(tmp_path)
+    committer = Committer(storage, CheckpointPlan(run="run"), 2, "7f3a")
+    answer_probe(storage, "7f3a", 1)
+    assert sorted(tmp_path.glob(".probe-*")) == [
+        tmp_path / ".probe-7f3a",
+        tmp_path / ".probe-7f3a-1",
+    ]
+    committer.close()
+    assert not list(tmp_path.glob(".probe-*"))
 
 
 def test_servers_see_the_folder_or_are_named(tmp_path: Path) -> None:

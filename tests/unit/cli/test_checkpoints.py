@@ -85,6 +85,12 @@ def test_verify_names_the_damaged_file(folder: Path) -> None:
     assert call("verify", str(folder / "step-1")).exit_code == 0
 
 
+def test_verify_of_an_empty_folder_says_so(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["checkpoints", "verify", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output == f"paramserve: {tmp_path} has no checkpoints\n"
+
+
 def test_prune_keeps_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paramserve.checkpoint.claims.CLAIM_S", 0.0)
     owner = (folder / "owner.json").read_bytes()

@@ -46,6 +46,17 @@ def test_token_is_for_this_user_only_and_never_overwritten(tmp_path: Path) -> No
     assert first.strip() not in again.output
 
 
+@pytest.mark.parametrize("name", ["", "-"])
+def test_token_without_a_path_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = call("token", "--", name)
+    assert refused.exit_code == 2
+    assert f"the path of a new file, not {name!r}" in refused.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
     needs("trustme")
     done = call("certs", str(tmp_path / "tls"), "--host", "localhost")
