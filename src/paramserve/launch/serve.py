@@ -674,7 +674,8 @@ def serve(
     )
     warn_if_open(bind, tls)
     seed = recovery.seed(None) if recovery is not None else None
-    feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions()))
+    resumed = recovery is not None and recovery.chosen is not None
+    feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions(), resumed))
     with recorded("server"):
         asyncio.run(_serve(settings, ready))
 

@@ -388,7 +388,9 @@ def _job(given: _Arguments) -> Job:
     )
     policy = repr(given.consistency) if given.consistency is not None else "Sync(reduce='mean')"
     feed = Feed(given.report_to, say)
-    feed.open(run := RunInfo(name, workers, given.servers, policy, seed, versions()))
+    resumed = recovery is not None and recovery.chosen is not None
+    run = RunInfo(name, workers, given.servers, policy, seed, versions(), resumed)
+    feed.open(run)
     return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed, run)
 
 

@@ -7,6 +7,8 @@ the lowest and the highest value of evenly sized buckets of points, so that peak
 from __future__ import annotations
 
 import base64
+import contextlib
+import errno
 import hashlib
 import math
 import os
@@ -359,13 +361,31 @@ def read(path: str | os.PathLike[str]) -> RunReport:
     return found
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """See that `write` can replace a file, which stays as it is.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    new = f"{os.fspath(path)}.new"
+    with open(new, "wb"):
+        os.unlink(new)
+
+
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Replace a file at once: who reads it meanwhile has the old one whole.
 
     Raises:
-        OSError: it cannot be written; an old one is as it was.
+        OSError: it cannot be written; an old one is as it was, and nothing else is left.
     """
     new = f"{os.fspath(path)}.new"
-    with open(new, "wb") as file:
-        file.write(content)
-    os.replace(new, path)
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise

@@ -37,6 +37,8 @@ class RunInfo:
         policy: in the words in which a policy prints.
         seed: of the run.
         versions: of Python and of the packages that it is made of, by name.
+        resumed: whether it goes on from a checkpoint, so that what reporters have written before is
+            the beginning of its history.
     """
 
     name: str
@@ -45,6 +47,7 @@ class RunInfo:
     policy: str
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
+    resumed: bool = False
 
     def flat(self) -> dict[str, str | int]:
         """As one level of names."""
@@ -54,7 +57,8 @@ class RunInfo:
 
     def settings(self) -> dict[str, str]:
         """In words, without the versions: a seed is more than JavaScript's numbers hold."""
-        return {name: str(each) for name, each in asdict(self).items() if name != "versions"}
+        hidden = {"versions"} if self.resumed else {"versions", "resumed"}
+        return {name: str(each) for name, each in asdict(self).items() if name not in hidden}
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,13 @@ class Reporter(ABC):
     """
 
     def open(self, run: RunInfo) -> None:  # noqa: B027 - a hook, rightly empty
-        """Called once, before anything of the run is started: what it raises ends `ps.run`."""
+        """Called once, before anything of the run is started: what it raises ends `ps.run`.
+
+        Checks only: what a run before has left is not touched, since this one may still be refused.
+        """
+
+    def begin(self) -> None:  # noqa: B027 - a hook, rightly empty
+        """Called once, when the run is started: what a run before has left may be replaced."""
 
     @abstractmethod
     def report(self, report: Report) -> None:

@@ -15,11 +15,15 @@ class CSV(Reporter):
     """Write what workers log to a CSV file: a row for each number.
 
     The columns are `time_s` (seconds since the epoch), `rank`, `clock` (steps of that worker),
-    `name` and `value`. A file that is there is written anew.
+    `name` and `value`. A file that is there is written anew once the run has been started; a run
+    that goes on from a checkpoint (`resume=`) adds its rows. Steps that are made again, behind a
+    checkpoint, have rows again: the last ones count.
 
     Example:
         ps.run(train, report_to=[ps.CSV("runs/loss.csv")])
-        pandas.read_csv("runs/loss.csv").pivot(index="clock", columns=["name", "rank"])
+        rows = pandas.read_csv("runs/loss.csv")
+        rows = rows.drop_duplicates(["clock", "name", "rank"], keep="last")
+        rows.pivot(index="clock", columns=["name", "rank"])
 
     Args:
         path: of the file; its folder is made.
@@ -31,12 +35,23 @@ class CSV(Reporter):
         self.path = os.path.abspath(os.fspath(path))
         self._file: TextIO | None = None
         self._rows: Any = None
+        self._new = False
+        """Whether this run has made the file, and has not begun."""
+        self._resumed = False
 
     def open(self, run: RunInfo) -> None:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._file = open(self.path, "w", newline="", encoding="utf-8")  # noqa: SIM115 - closed in close
+        self._new, self._resumed = not os.path.exists(self.path), run.resumed
+        self._file = open(self.path, "a", newline="", encoding="utf-8")  # noqa: SIM115 - closed in close
         self._rows = csv.writer(self._file)
-        self._rows.writerow(COLUMNS)
+
+    def begin(self) -> None:
+        assert self._file is not None
+        self._new = False
+        if not self._resumed:
+            self._file.truncate(0)
+        if self._file.seek(0, os.SEEK_END) == 0:
+            self._rows.writerow(COLUMNS)
         self._file.flush()
 
     def report(self, report: Report) -> None:
@@ -50,3 +65,5 @@ class CSV(Reporter):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+            if self._new:
+                os.unlink(self.path)

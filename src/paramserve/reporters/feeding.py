@@ -35,7 +35,7 @@ class Feed:
     """The reporters of a run, from before its start until behind its end.
 
     Args:
-        reporters: with a method `report`, and `open` and `close` where they have them.
+        reporters: with a method `report`, and `open`, `begin` and `close` where they have them.
         say: tells of one that is dropped.
         every_s: between two reports.
     Raises:
@@ -137,6 +137,7 @@ class _Line:
     def _follow(self, reported: Reported, ends: bool) -> None:
         try:
             try:
+                self.call("begin")
                 self._report(reported, ends)
             finally:
                 self.call("close")

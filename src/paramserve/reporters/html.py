@@ -11,6 +11,7 @@ from paramserve.observe.report import (
     Curves,
     Event,
     RunReport,
+    check_writable,
     page,
     summaries,
     to_json,
@@ -28,17 +29,18 @@ class HTML(Reporter):
     """Write a report of the run: `<folder>/report.html`, one page that needs no network, and the
     same as data, `<folder>/report.json`.
 
-    They are written at the start, every 30 s and at the end. The page has the configuration, a
-    curve of each name and rank that workers logged, the staleness, where the time of a step goes,
-    and when workers came and died, policies changed, checkpoints were written and the run went
-    back to one, to about a second. Staleness and waiting by step come at the end only.
+    They are written when the run is started, every 30 s and at the end. The page has the
+    configuration, a curve of each name and rank that workers logged, the staleness, where the time
+    of a step goes, and when workers came and died, policies changed, checkpoints were written and
+    the run went back to one, to about a second. Staleness and waiting by step come at the end only.
 
     Example:
         ps.run(train, report_to=[ps.HTML("runs/a")])
 
     Args:
-        folder: is made; a report that is there is replaced. `paramserve report A B` shows the runs
-            of several folders in one page.
+        folder: is made; a report that is there is replaced when the run is started. A run that
+            goes on from a checkpoint (`resume=`) keeps it, as `report-1.html` and so on.
+            `paramserve report A B` shows the runs of several folders in one page.
     Raises:
         OSError: of `ps.run`, before anything is started: the folder cannot be written to.
     """
@@ -54,10 +56,26 @@ class HTML(Reporter):
 
     def open(self, run: RunInfo) -> None:
         os.makedirs(self.folder, exist_ok=True)
+        for name in (PAGE, DATA):
+            check_writable(os.path.join(self.folder, name))
         self._run = run
         self._curves, self._events, self._before, self._loads = Curves(), [], None, {}
         self._written_s = 0.0
+
+    def begin(self) -> None:
+        assert self._run is not None
+        if self._run.resumed:
+            self._keep_earlier()
         self._write(self._now(RunStatus("starting", 0.0, {}, {}, {}), {}))
+
+    def _keep_earlier(self) -> None:
+        """Give the report of the run before, which this one goes on from, a name of its own."""
+        number, present = 1, set(os.listdir(self.folder))
+        while not present.isdisjoint({_numbered(PAGE, number), _numbered(DATA, number)}):
+            number += 1
+        for name in present.intersection((PAGE, DATA)):
+            old = os.path.join(self.folder, name)
+            os.rename(old, os.path.join(self.folder, _numbered(name, number)))
 
     def report(self, report: Report) -> None:
         assert self._run is not None
@@ -93,6 +111,11 @@ class HTML(Reporter):
         name = os.path.basename(self.folder)
         write(os.path.join(self.folder, DATA), to_json(report))
         write(os.path.join(self.folder, PAGE), page({name: report}).encode())
+
+
+def _numbered(name: str, number: int) -> str:
+    stem, extension = os.path.splitext(name)
+    return f"{stem}-{number}{extension}"
 
 
 def changes(before: RunStatus | None, now: RunStatus) -> Iterator[Event]:

@@ -6,6 +6,7 @@ import os
 from importlib import import_module
 from typing import Any
 
+from paramserve.observe.report import check_writable
 from paramserve.reporters.base import Report, Reporter, RunInfo
 from paramserve.reporters.feeding import missing
 
@@ -31,6 +32,7 @@ class TensorBoard(Reporter):
         self.folder = os.path.abspath(os.fspath(folder))
         self._writers: dict[str, Any] = {}
         self._kind: Any = None
+        self._about = ""
 
     def open(self, run: RunInfo) -> None:
         try:
@@ -38,8 +40,11 @@ class TensorBoard(Reporter):
         except ImportError as error:
             raise missing("tensorboard", "TensorBoard", error) from None
         os.makedirs(self.folder, exist_ok=True)
-        told = "\n".join(f"    {name}: {each}" for name, each in run.flat().items())
-        self._writer("").add_text("run", told)
+        check_writable(os.path.join(self.folder, "events"))
+        self._about = "\n".join(f"    {name}: {each}" for name, each in run.flat().items())
+
+    def begin(self) -> None:
+        self._writer("").add_text("run", self._about)
 
     def _writer(self, below: str) -> Any:
         if below not in self._writers:

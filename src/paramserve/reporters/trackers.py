@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +13,8 @@ from paramserve.reporters.feeding import missing
 
 METRICS_MAX = 1_000
 """Of one call of MLflow's `log_batch`."""
+KEY_MAX = 250
+"""Letters of a metric's name in MLflow."""
 
 
 def _numbers(report: Report) -> dict[str, float]:
@@ -83,7 +86,8 @@ class MLflow(Reporter):
     """Log a run to MLflow.
 
     What a worker logs as `loss` is the metric `rank0/loss` with the worker's clock as its step; the
-    run's metrics have the steps of all workers together.
+    run's metrics have the steps of all workers together. Letters that MLflow takes in no name
+    become "_": `acc@1` is `rank0/acc_1`.
 
     Example:
         ps.run(train, report_to=[ps.MLflow("digits", tracking_uri="sqlite:///mlflow.db")])
@@ -105,6 +109,8 @@ class MLflow(Reporter):
         self.run_name = run_name
         self._client: Any = None
         self._metric: Any = None
+        self._experiment: Any = None
+        self._run: RunInfo | None = None
         self._run_id = ""
 
     def open(self, run: RunInfo) -> None:
@@ -114,15 +120,20 @@ class MLflow(Reporter):
         except ImportError as error:
             raise missing("mlflow-skinny", "MLflow", error) from None
         self._client, self._metric = tracking.MlflowClient(self.tracking_uri), entities.Metric
-        found = self._client.get_experiment_by_name(self.experiment)
+        self._run = run
+        self._experiment = self._client.get_experiment_by_name(self.experiment)
+
+    def begin(self) -> None:
+        assert self._run is not None
+        found = self._experiment
         number = (
             found.experiment_id
             if found is not None
             else self._client.create_experiment(self.experiment)
         )
-        name = self.run_name if self.run_name is not None else run.name
+        name = self.run_name if self.run_name is not None else self._run.name
         self._run_id = self._client.create_run(number, run_name=name).info.run_id
-        for key, value in run.flat().items():
+        for key, value in self._run.flat().items():
             self._client.log_param(self._run_id, key, value)
 
     def report(self, report: Report) -> None:
@@ -137,6 +148,15 @@ class MLflow(Reporter):
         for record in report.records:
             for name, value in record.values.items():
                 at = round(record.time_s * 1000)
-                yield self._metric(f"rank{record.rank}/{name}", value, at, record.clock)
+                key = _key(f"rank{record.rank}/{name}")
+                yield self._metric(key, value, at, record.clock)
         for name, value in _numbers(report).items():
-            yield self._metric(name, value, round(report.time_s * 1000), report.step)
+            yield self._metric(_key(name), value, round(report.time_s * 1000), report.step)
+
+
+def _key(name: str) -> str:
+    """A name as MLflow takes it: others' letters become "_", and its end is cut off.
+    Source: mlflow.utils.validation, `_VALID_PARAM_AND_METRIC_NAMES`, `MAX_ENTITY_KEY_LENGTH`, and
+    `path_not_unique`, which takes a name for a path."""
+    whole = "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
+    return posixpath.normpath(whole[:KEY_MAX]).strip("/.")

@@ -74,6 +74,9 @@ class Hooked(Kept):
     def open(self, run: RunInfo) -> None:
         self.calls.append(f"open {run.name}")
 
+    def begin(self) -> None:
+        self.calls.append("begin")
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -107,7 +110,7 @@ def test_records_come_once_and_in_order_and_the_last_report_says_so() -> None:
             True,
         ]
         assert each.reports[-1].step == 20
-    assert hooked.calls == ["open train", "close"]
+    assert hooked.calls == ["open train", "begin", "close"]
     assert told == []
 
 
@@ -143,7 +146,7 @@ def test_one_that_raises_is_told_of_once_and_the_others_go_on() -> None:
         "the reporter Hooked raised ValueError: no room; it is told nothing more, the run goes on"
     ]
     assert len(bad.reports) == 1
-    assert bad.calls == ["open train", "close"]
+    assert bad.calls == ["open train", "begin", "close"]
 
 
 def test_one_that_hangs_is_told_of_once_and_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.unit.reporters.test_reporters import reported
 from paramserve.cli import main
 from paramserve.observe.checkpoints import CheckpointStatus
 from paramserve.observe.history import StepRecord
+from paramserve.observe.report import write
 from paramserve.observe.status import RunStatus, WorkerLoad
 from paramserve.reporters import HTML, Feed, Report, html
 from paramserve.reporters.html import changes
@@ -42,6 +45,7 @@ def test_report_has_what_was_logged_and_how_it_ended(tmp_path: Path) -> None:
 def test_it_is_there_from_the_start_and_written_anew_every_thirty_seconds(tmp_path: Path) -> None:
     reporter = HTML(tmp_path)
     reporter.open(INFO)
+    reporter.begin()
     assert data(tmp_path)["state"] == "starting"
     found = []
     for time_s in (1000.0, 1029.0, 1030.0, 1059.0, 1061.0):
@@ -69,6 +73,40 @@ def test_folder_that_cannot_be_written_raises_before_the_run(tmp_path: Path) -> 
             HTML(folder).open(INFO)
 
 
+def test_report_of_a_run_before_stays_until_the_new_one_has_begun(tmp_path: Path) -> None:
+    reported(HTML(tmp_path))
+    before = (tmp_path / "report.json").read_bytes()
+    HTML(tmp_path).open(INFO)
+    assert (tmp_path / "report.json").read_bytes() == before
+    for _ in range(2):
+        resumed = HTML(tmp_path)
+        resumed.open(replace(INFO, resumed=True))
+        resumed.begin()
+        assert (tmp_path / "report-1.json").read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "report-1.html",
+        "report-1.json",
+        "report-2.html",
+        "report-2.json",
+        "report.html",
+        "report.json",
+    ]
+
+
+def test_report_that_cannot_be_written_leaves_nothing_beside_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.json").write_bytes(b"old")
+    monkeypatch.setattr(os, "replace", fail_as_on_a_full_disk)
+    with pytest.raises(OSError):
+        write(tmp_path / "report.json", b"new")
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
+
+
+def fail_as_on_a_full_disk(*paths: object) -> None:
+    raise OSError(errno.ENOSPC, "no space")
+
+
 def test_last_report_alone_has_the_steps(tmp_path: Path) -> None:
     class Ended:
         def status(self) -> RunStatus:
@@ -77,7 +115,6 @@ def test_last_report_alone_has_the_steps(tmp_path: Path) -> None:
     told: list[str] = []
     feed = Feed([HTML(tmp_path)], told.append, 0.01)
     feed.open(INFO)
-    assert data(tmp_path)["steps"] == []
     feed.start(Ended(), steps=lambda: {"model": {0: [StepRecord(1, 1, 2, 0.25, False)]}})
     feed.close()
     (steps,) = data(tmp_path)["steps"]

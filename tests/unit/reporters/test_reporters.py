@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,13 +21,24 @@ from paramserve.errors import ParamServeError
 from paramserve.messages import Record
 from paramserve.observe.metrics import Monotonic
 from paramserve.observe.status import GroupStatus, RunStatus, Staleness
-from paramserve.reporters import CSV, MLflow, Prometheus, RayMetrics, Report, TensorBoard, WandB
+from paramserve.reporters import (
+    CSV,
+    MLflow,
+    Prometheus,
+    RayMetrics,
+    Report,
+    TensorBoard,
+    WandB,
+    trackers,
+)
 from paramserve.reporters import prometheus as module
 
 
 def reported(reporter: Any, *, steps: int = 10) -> None:
     """All that a reporter is called with in a short run."""
     reporter.open(INFO)
+    if hasattr(reporter, "begin"):
+        reporter.begin()
     counters = Monotonic()
     for number in (1, 2):
         now = status(number * steps, "finished" if number == 2 else "running")
@@ -48,6 +60,28 @@ def test_csv_that_cannot_be_written_raises_before_the_run(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         CSV(tmp_path / "file" / "loss.csv").open(INFO)
+
+
+def test_csv_of_a_run_before_stays_until_the_new_one_has_begun(tmp_path: Path) -> None:
+    path = tmp_path / "loss.csv"
+    reported(CSV(path))
+    before = path.read_text()
+    refused = CSV(path)
+    refused.open(INFO)
+    refused.close()
+    assert path.read_text() == before
+    other = CSV(tmp_path / "other.csv")
+    other.open(INFO)
+    other.close()
+    assert not (tmp_path / "other.csv").exists()
+    reported(CSV(path))
+    assert path.read_text() == before
+    resumed = CSV(path)
+    resumed.open(replace(INFO, resumed=True))
+    resumed.begin()
+    resumed.report(Report(status(30), (), [record(9)]))
+    resumed.close()
+    assert path.read_text() == f"{before}0.0,0,9,loss,9.0\n"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -162,6 +196,31 @@ def test_metrics_are_for_this_host_alone_unless_told() -> None:
     reporter.close()
 
 
+def test_idle_and_slow_connections_keep_no_scrape_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    reporter = Prometheus(0)
+    reporter.open(INFO)
+    server = reporter._server
+    assert server is not None
+    idle = []
+    try:
+        host, port = reporter.address.split(":")
+        for _ in range(module.CONNECTIONS_MAX + 4):
+            idle.append(socket.create_connection((host, int(port)), 10))
+            idle[-1].sendall(b"GET /metr")
+        assert (
+            urllib.request.urlopen(f"http://{reporter.address}/metrics", timeout=10).status == 200
+        )
+        assert [each.recv(1) for each in idle[:5]] == [b""] * 5, "the oldest were ended"
+        assert len(server._opened) < module.CONNECTIONS_MAX
+        monkeypatch.setattr(module, "REQUEST_S", 0.0)
+        assert [each.recv(1) for each in idle] == [b""] * len(idle), "they took too long"
+    finally:
+        for each in idle:
+            each.close()
+        reporter.close()
+
+
 def test_a_scrape_of_64_workers_takes_less_than_the_promise() -> None:
     ranks = {rank: Staleness(100, 1.5, 4) for rank in range(64)}
     group = GroupStatus(9, 3, 9, 0, Staleness(6400, 1.5, 4), staleness_by_rank=ranks)
@@ -196,6 +255,23 @@ def test_mlflow_has_parameters_and_metrics(tmp_path: Path, monkeypatch: pytest.M
     history = client.get_metric_history(run.info.run_id, "rank0/loss")
     assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0)]
     assert run.data.metrics["paramserve_steps/model"] == 20.0
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("rank0/acc@1", "rank0/acc_1"),
+        ("rank0/größe µ", "rank0/größe µ"),
+        ("rank0//../a", "a"),
+        ("x" * 300, "x" * 250),
+        ("rank0/{a}\n", "rank0/_a__"),
+    ],
+)
+def test_mlflow_takes_every_name(name: str, key: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    assert trackers._key(name) == key
+    _validate_metric_name(trackers._key(name))
 
 
 @pytest.mark.filterwarnings("ignore")
