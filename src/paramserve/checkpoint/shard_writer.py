@@ -212,7 +212,7 @@ class _Rows:
 
     def _sections(self, copy: TableCopy) -> dict[str, Section]:
         layout, uses = copy.layout, USES if copy.orders_use else {}
-        columns = {VALUE: Column(layout.dtype, (layout.dim,))}
+        columns = {VALUE: Column(layout.dtype, (layout.numbers,))}
         if layout.state_words:
             columns[STATE] = Column("float32", (layout.state_words,))
         if layout.counted:

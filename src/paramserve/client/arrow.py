@@ -47,11 +47,13 @@ from paramserve.errors import (
     rebuild,
 )
 from paramserve.messages import BlockSpec
+from paramserve.rules.layout import WIDE, words_of
 
 if TYPE_CHECKING:
     from paramserve.client.table import Table
 
 Array = npt.NDArray[Any]
+FLOAT32 = np.dtype(np.float32)
 Put = Callable[[Records], None]
 
 FORMAT = 1
@@ -89,12 +91,14 @@ def schema_of(block: BlockSpec, width: int, *, labels: bool = False) -> Any:
     spec, rule = block.table, block.rule
     assert spec is not None
     assert rule is not None, "a table has one"
-    columns = [("key", pa.int64()), ("value", pa.list_(pa.float32(), spec.dim))]
+    number = pa.from_numpy_dtype(WIDE.get(spec.dtype, np.dtype(np.float32)))
+    dim = spec.dim // words_of(spec.dtype)
+    columns = [("key", pa.int64()), ("value", pa.list_(number, dim))]
     if width > 0:
         columns.append(("state", pa.list_(pa.float32(), width)))
     if width >= 0:
         columns.append(("count", pa.uint32()))
-    told = Told(FORMAT, block.group_name, spec.dim, spec.dtype, spec.seed, rule)
+    told = Told(FORMAT, block.group_name, dim, spec.dtype, spec.seed, rule)
     if labels:
         columns.append(("label", pa.string()))
     fields = [pa.field(name, kind, nullable=False) for name, kind in columns]
@@ -455,16 +459,16 @@ class Taking:
             ShapeMismatch, DtypeMismatch, NonFinite: they do not fit. Nothing of them was applied.
         """
         keys = self._keys(part)
-        values = self._floats(part, "value", self._table.dim)
-        low, high = values.min(initial=0.0), values.max(initial=0.0)
-        if not (-self._below < low and high < self._below):
-            self._refuse_value(keys, values)
+        values = self._numbers(part, "value", self._table.dim, self._table.wide or FLOAT32)
+        if values.dtype.kind == "f":
+            self._check_finite(keys, values)
+        values = values.view(FLOAT32)
         if self.width < 0:
             return Records(keys, values)
         counts = self._integers(part, "count", np.uint32).astype(np.uint32)
         state = np.empty((keys.size, 0), np.float32)
         if self.width:
-            state = self._floats(part, "state", self.width)
+            state = self._numbers(part, "state", self.width, FLOAT32)
         if np.isnan(state).any():
             key = int(keys[np.isnan(state).any(1)][0])
             raise self._non_finite(f"the state of key {key} holds NaN")
@@ -488,7 +492,10 @@ class Taking:
         return kind
 
     def _rows(self, name: str, size: int, what: str) -> None:
-        kind = self._column(name, _is_rows, f"lists of {size} floating point numbers")
+        whole = name == "value" and self._table.wide == np.int64
+        numbers = "integers" if whole else "floating point numbers"
+        fits = _is_whole_rows if whole else _is_rows
+        kind = self._column(name, fits, f"lists of {size} {numbers}")
         have = getattr(kind, "list_size", size)  # of lists of any length it is looked at later
         if have != size:
             raise self._unlike(name, f"has {have} elements in each row, {what} is {size}", have)
@@ -548,8 +555,8 @@ class Taking:
                 raise self._wrong(name, f"holds {each}, which is not within {least} to {most}")
         return found.astype(np.int64)
 
-    def _floats(self, part: Any, name: str, size: int) -> Array:
-        """A column of lists as float32 [n, size]."""
+    def _numbers(self, part: Any, name: str, size: int, kind: np.dtype[Any]) -> Array:
+        """A column of lists as an array [n, size] of this kind."""
         column = self._filled(part, name)
         flat = column.flatten()
         if flat.null_count:
@@ -562,9 +569,12 @@ class Taking:
                 raise self._unlike(name, f"has a row of {have} elements, not {size}", have)
         found: Array = flat.to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):  # what overflows is refused as Inf
-            return np.array(found, np.float32).reshape(-1, size)
+            return np.array(found, kind).reshape(-1, size)
 
-    def _refuse_value(self, keys: Array, values: Array) -> None:
+    def _check_finite(self, keys: Array, values: Array) -> None:
+        low, high = values.min(initial=0.0), values.max(initial=0.0)
+        if -self._below < low and high < self._below:
+            return
         row = int(np.flatnonzero(~(np.abs(values) < self._below).all(1))[0])
         value = values[row][~(np.abs(values[row]) < self._below)][0]
         spec = self._table.block.table
@@ -643,7 +653,14 @@ def _is_key(kind: Any) -> bool:
     return _is_integer(kind) or _is_text(kind)
 
 
-def _is_rows(kind: Any) -> bool:
+def _is_list(kind: Any) -> bool:
     types = pyarrow().types
-    lists = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
-    return bool(lists and types.is_floating(kind.value_type))
+    return bool(types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind))
+
+
+def _is_rows(kind: Any) -> bool:
+    return _is_list(kind) and bool(pyarrow().types.is_floating(kind.value_type))
+
+
+def _is_whole_rows(kind: Any) -> bool:
+    return _is_list(kind) and _is_integer(kind.value_type)

@@ -312,6 +312,10 @@ class Client:
                 `ps.Normal` (the default, std 0.01), `ps.Constant` or `ps.Zeros`.
             dtype: in which the servers keep values: float32, bfloat16 or float16, the last two
                 rounded stochastically. Gradients, pulled rows and the rule's state are float32.
+                To count exactly: int64 or float64, with `rule=ps.Add()` and `init=ps.Zeros()`;
+                then what is pushed and pulled is of this dtype, and no codec encodes it. float32
+                counts up to 2**24. Unless told otherwise a table of int64 takes `ps.Async()`;
+                `ps.Sync(reduce="sum")` counts, too.
             admit: `ps.MinCount(n)`: a key gets a row at its n-th push; None: at its first use.
             evict: `ps.TTL(clocks=...)`, `ps.LRU(rows=...)` or both, joined by `|`; None: rows stay.
             max_bytes: of the table on one server; 0: what there is. Past it the least recently used

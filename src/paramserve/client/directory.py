@@ -22,8 +22,10 @@ from paramserve.codecs.registry import spec as codec_spec
 from paramserve.compiling import load_codecs, load_kernels
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import check_table_policy
 from paramserve.consistency.registry import spec as policy_spec
+from paramserve.core.directory import DIM_MAX
 from paramserve.core.partition import Block
 from paramserve.core.table.options import TableOptions
 from paramserve.errors import (
@@ -50,6 +52,7 @@ from paramserve.messages import (
     Undefine,
 )
 from paramserve.rules.base import Rule
+from paramserve.rules.layout import WIDE, words_of
 from paramserve.rules.registry import as_rule, described_by
 from paramserve.rules.rows import row_layout
 
@@ -405,8 +408,15 @@ class Directory:
         """
         codecs = self._codec_specs(push, pull)
         rule = None if rule is None else as_rule(rule)
-        spec = TableSpec(dim, dtype, _seed(seed), options.to_spec(), labels)
-        described = _described(name, rule, spec, options)
+        described = _described(name, rule, dim, dtype, options)
+        spec = TableSpec(dim * words_of(dtype), dtype, _seed(seed), options.to_spec(), labels)
+        if dtype in WIDE and codecs != (None, None):
+            raise ValueError(
+                f"a codec encodes float32, and table {name!r} counts in {dtype}: leave push and "
+                "pull out"
+            )
+        if dtype == "int64":
+            consistency = _counting(name, consistency)
         policy = self.policy_spec(consistency)
         if consistency is not None:
             check_table_policy(name, consistency, True)
@@ -482,18 +492,34 @@ def _spec(rule: Rule | None, group: str) -> RuleSpec | None:
     return None if rule is None else described_by(rule)
 
 
-def _described(name: str, rule: Rule | None, spec: TableSpec, options: TableOptions) -> RuleSpec:
+def _described(
+    name: str, rule: Rule | None, dim: int, dtype: str, options: TableOptions
+) -> RuleSpec:
     """A table's rule for the servers, and that it and the options go with the table's rows."""
     if rule is None:
         raise ValueError(f"table {name!r} needs a rule, as in rule=ps.Adagrad(lr=0.05)")
-    if isinstance(spec.dim, bool) or not isinstance(spec.dim, int) or not 1 <= spec.dim <= 1 << 16:
-        raise ValueError(
-            f"dim of table {name!r} has to be an int from 1 to 65536, not {spec.dim!r}"
-        )
+    most = DIM_MAX // words_of(dtype)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= most:
+        raise ValueError(f"dim of table {name!r} has to be an int from 1 to {most}, not {dim!r}")
     described = described_by(rule, rows=True)
-    row_layout(rule, spec.dim, spec.dtype)
-    options.check_dtype(spec.dtype)
+    row_layout(rule, dim * words_of(dtype), dtype)
+    options.check_dtype(dtype)
     return described
+
+
+def _counting(name: str, policy: Policy | None) -> Policy:
+    """The policy of a table of int64, which has no mean of its workers' counts.
+
+    Raises:
+        ValueError: it would take one. Nothing was applied.
+    """
+    if getattr(policy, "reduce", "sum") == "mean":
+        raise ValueError(
+            f"table {name!r} counts in int64, and {policy!r} applies the mean of what the workers "
+            'push, which is no whole number: give the table ps.Sync(reduce="sum"), ps.Async() or '
+            'dtype="float64"'
+        )
+    return policy if policy is not None else Async()
 
 
 def _seed(seed: int) -> int:

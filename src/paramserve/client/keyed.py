@@ -34,7 +34,7 @@ from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
 from paramserve.config import LABELS
 from paramserve.core.partition import Block
-from paramserve.core.table import routing
+from paramserve.core.table import routing, wide
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.parts import Records, lying, padded, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError
@@ -209,9 +209,9 @@ class Keyed:
         self._steps.check_same_weight(name, weight)
         keys, values, staged = push.keys, push.values, self._staged(name)
         self._check_hyper(block, self._one_hyper(name, [*staged, push]))
-        if not np.isfinite(values).all() and self._steps.refuses(block):
-            row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-            raise self._bad_row(block, int(keys[row]))
+        bad = wide.first_bad(values if push.table.wide is None else values.view(push.table.wide))
+        if bad >= 0 and self._steps.refuses(block):
+            raise self._bad_row(block, int(keys[bad]))
         waiting = sum(each.keys.size for each in staged)
         if waiting + len(keys) > STAGED_ROWS_MAX:
             raise Overloaded(
@@ -472,10 +472,12 @@ def _given(push: TablePush) -> GivenRows:
     """What a step of several tables pushes to one of them; raises as `Table.push`."""
     table, keys, gradients, hyper = push
     if keys is None and gradients is None:
-        return GivenRows(table, np.empty(0, np.int64), np.empty((0, table.dim), np.float32), hyper)
+        assert table.block.table is not None
+        none = np.empty((0, table.block.table.dim), np.float32)
+        return GivenRows(table, np.empty(0, np.int64), none, hyper)
     if keys is None or gradients is None:
         raise ValueError(f"keys and gradients of table {table.name!r} come together")
-    found = as_rows(keys, gradients, table.dim, table.name, table.keys_of)
+    found = as_rows(keys, gradients, table.dim, table.name, table.keys_of, table.wide)
     return GivenRows(table, *found, hyper)
 
 

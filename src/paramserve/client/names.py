@@ -490,9 +490,12 @@ def as_rows(
     dim: int,
     table: str,
     keys_of: Callable[[Any], Array] | None = None,
+    wide: np.dtype[Any] | None = None,
 ) -> tuple[Array, Array]:
     """Keys as int64 [n], and a row for each, float32 [n, dim].
 
+    Args:
+        wide: what the table's numbers are, if they are of 64 bits: the rows are their words then.
     Raises:
         As `as_keys`. ShapeMismatch, DtypeMismatch: the rows are others than the keys' and floats.
     """
@@ -504,6 +507,8 @@ def as_rows(
             f"{list(values.shape)}, expected {[*shape, dim]}",
             fix="give one row of the table's dim for each key",
         )
+    if wide is not None:
+        return flat, _as_numbers(values, wide, table).reshape(-1, dim).view(np.float32)
     if values.dtype.kind != "f":
         raise DtypeMismatch(
             f"rows for table {table!r} are {values.dtype}, not floating point",
@@ -516,6 +521,20 @@ def as_rows(
     with np.errstate(over="ignore"):  # what overflows is found where it is summed
         values = np.ascontiguousarray(values, np.float32)
     return flat, _writable(values).reshape(-1, dim)
+
+
+def _as_numbers(values: Array, kind: np.dtype[Any], table: str) -> Array:
+    """A copy of values as numbers of 64 bits, if they can be that exactly.
+
+    Raises:
+        DtypeMismatch: they cannot.
+    """
+    if not np.can_cast(values.dtype, kind, "same_kind"):
+        raise DtypeMismatch(
+            f"rows for table {table!r} are {values.dtype}, and the table counts in {kind}",
+            fix=f"convert them with .astype({kind.name!r})",
+        )
+    return np.array(values, kind, order="C")
 
 
 def _writable(array: Array) -> Array:

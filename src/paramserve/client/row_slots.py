@@ -17,9 +17,10 @@ from msgspec import Struct
 from paramserve.client.links import Links, Slot
 from paramserve.client.payloads import ExactKeys
 from paramserve.core.partition import Block
-from paramserve.core.table import routing
+from paramserve.core.table import routing, wide
 from paramserve.messages import Gradient, Keys, ReadTarget
 from paramserve.rules.base import Hyper
+from paramserve.rules.layout import WIDE
 
 Array = npt.NDArray[Any]
 
@@ -102,10 +103,17 @@ def lay_push(
         values: float32 [n, dim].
     """
     assert block.table is not None
+    kind, not_finite = WIDE.get(block.table.dtype), -1
+    if kind is not None:
+        not_finite = wide.first_bad(values.view(kind))
+        if not_finite < 0:
+            keys, values = wide.summed(keys, values.view(kind))
     found, numbers = routing.distinct(keys)
     shards = links.count
     (slot,) = links.take_each([push_bytes(found.size, block.table.dim, shards)])
     bad, parts = routing.lay_gradient(found, numbers, values, shards, slot.words)
+    if kind is not None:
+        bad = not_finite  # the kernel has looked at words
     headers: list[Gradient] = []
     for count, at in parts:
         headers += [Gradient(block.id, slot.arena, slot.offset + at, None, hyper, count)]

@@ -21,6 +21,7 @@ from paramserve.core.table.parts import Records, check_records
 from paramserve.errors import ShapeMismatch, warn_user
 from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
+from paramserve.rules.layout import WIDE, words_of
 
 if TYPE_CHECKING:
     from paramserve.client.keyed import Keyed
@@ -59,7 +60,7 @@ class GivenRows(Struct, frozen=True, eq=False):
 
 
 class Table:
-    """Rows of `dim` float32 values by key, on the servers of a client; `client.table` makes it.
+    """Rows of `dim` values by key, on the servers of a client; `client.table` makes it.
 
     Keys are integers of 64 bits, any of them. A row is there from its first use on; until then it
     reads as its initial value. Each shard holds the keys that hash to it.
@@ -67,6 +68,7 @@ class Table:
     Attributes:
         name: also of its group, for `client.tick`, `client.set_consistency` and reports.
         dim: values of a row.
+        wide: the numpy dtype of its values where they count in 64 bits; None: float32.
         client: that it was got from.
     """
 
@@ -75,7 +77,8 @@ class Table:
         self.client = client
         self.block = block
         self.name = block.group_name
-        self.dim = block.table.dim
+        self.dim = block.table.dim // words_of(block.table.dtype)
+        self.wide = WIDE.get(block.table.dtype)
         self._keyed = keyed
         self._reads = keyed.reads
         self._labels: Labels | None = None
@@ -165,7 +168,7 @@ class Table:
             exact: ask the servers for the rows as they have them: no codec of pulls rounds them,
                 and none is a copy kept here or was prefetched.
         Returns:
-            float32 [*keys.shape, dim], yours to keep.
+            float32 [*keys.shape, dim], yours to keep; of a table of int64 or float64 as such.
         Raises:
             TypeError, ValueError: the keys are neither integers of 64 bits nor strings. Nothing was
                 read.
@@ -175,6 +178,8 @@ class Table:
         if self._unasked and create:
             self._compare_with_labels(flat)
         found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s, exact=exact)
+        if self.wide is not None:
+            found = found.view(self.wide)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
 
     def push(
@@ -209,8 +214,9 @@ class Table:
         return self._keyed.push_rows([GivenRows(self, flat, values, hyper)], weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
-        """Keys as int64 [n] and their gradients or values, float32 [n, dim]; raises as `push`."""
-        flat, rows = as_rows(keys, gradients, self.dim, self.name, self.keys_of)
+        """Keys as int64 [n] and their gradients or values, float32 [n, dim], of 64-bit ones the
+        words; raises as `push`."""
+        flat, rows = as_rows(keys, gradients, self.dim, self.name, self.keys_of, self.wide)
         if self._unasked:
             self._compare_with_labels(flat)
         return flat, rows
@@ -309,7 +315,10 @@ class Table:
         if rows < 1:
             raise ValueError(f"rows must be at least 1, not {rows}")
         width = self.reports()[0].width if state else -1
-        return self._keyed.scan(self.block, rows, width, timeout_s)
+        for each in self._keyed.scan(self.block, rows, width, timeout_s):
+            if self.wide is not None:
+                each = each._replace(values=each.values.view(self.wide))
+            yield each
 
     def put(
         self,

@@ -28,6 +28,7 @@ from paramserve.errors import CheckpointError, UnknownName
 from paramserve.launch.reading import State, state_of, table_file
 from paramserve.messages import VALUE as VALUES
 from paramserve.messages import BlockSpec
+from paramserve.rules.layout import WIDE
 
 MODEL = "model"
 """The group that is meant where none is named and there are several."""
@@ -224,7 +225,9 @@ def _nbytes(columns: Columns) -> int:
 
 
 def _records(part: Columns, dtype: str) -> Records:
-    keys, values = part[KEY], _as_float32(part[VALUE], dtype)
+    keys, values = part[KEY], part[VALUE]
+    if dtype not in WIDE:
+        values = _as_float32(values, dtype)
     counts = part.get(COUNT, np.zeros(keys.size, np.uint32))
     return Records(keys, values, part.get(STATE), counts)
 

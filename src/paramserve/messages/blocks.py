@@ -18,12 +18,13 @@ class Piece(Struct, frozen=True, array_like=True):
 
 
 class TableSpec(Struct, frozen=True, array_like=True):
-    """What makes a block a table: rows of `dim` values by key, spread over all shards by a hash of
+    """What makes a block a table: rows by key, spread over all shards by a hash of
     the key. The options are `core.table.options.TableOptions`, as they travel."""
 
     dim: int
+    """32-bit words of a row's values in a message: a value has two where `dtype` has 64 bits."""
     dtype: str
-    """In which values are kept: float32, bfloat16 or float16."""
+    """In which values are kept: float32, bfloat16 or float16; float64 or int64, to count."""
     seed: int
     options: RuleSpec
     labels: int = 0

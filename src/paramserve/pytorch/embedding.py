@@ -188,7 +188,16 @@ _known: weakref.WeakKeyDictionary[Table, Rows] = weakref.WeakKeyDictionary()
 
 
 def rows_of(table: Table) -> Rows:
-    """The one parameter for a table: modules on the same table share it, as tied layers do."""
+    """The one parameter for a table: modules on the same table share it, as tied layers do.
+
+    Raises:
+        TypeError: the table counts in 64 bits.
+    """
+    if table.wide is not None:
+        raise TypeError(
+            f"table {table.name!r} counts in {table.wide}, and torch trains rows of float32: make "
+            "the table of an embedding without dtype="
+        )
     rows = _known.get(table)
     if rows is None:
         rows = _known[table] = Rows.empty(table.name, table.dim)

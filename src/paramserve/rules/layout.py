@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,6 +12,17 @@ import numpy.typing as npt
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of a row's values, by the number that the kernels know them by."""
+WIDE: Mapping[str, np.dtype[Any]] = {
+    "float64": np.dtype(np.float64),
+    "int64": np.dtype(np.int64),
+}
+"""Numbers of two words, for counting. A row of n of them is one of 2 * n float32 words for all that
+moves rows; only what computes with them reads them as what they are."""
+
+
+def words_of(dtype: str) -> int:
+    """32-bit words that a number takes in a message, which has those of 16 bits as float32."""
+    return 2 if dtype in WIDE else 1
 
 
 LANES = 16
@@ -24,27 +36,33 @@ class RowLayout:
     Values of 16 bits are packed two to a word: element j is the uint16 at byte 2 * j of the row.
 
     Raises:
-        ValueError: a width below 1, or a dtype that is none of `DTYPES`.
+        ValueError: a width below 1, or a dtype that is none of `DTYPES` and `WIDE`.
     """
 
     dim: int
+    """Values of a row; of `WIDE` ones the words that they take."""
     dtype: str
-    """"float32", "bfloat16" or "float16"."""
+    """Of `DTYPES` or `WIDE`."""
     widths: tuple[int, ...] = ()
     """float32 elements of each of the rule's states: `dim`, or 1 for one number per row."""
     counted: bool = False
     """Whether each row keeps the count of its updates (uint32)."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"rows hold {', '.join(DTYPES)}, not {self.dtype}")
+        if self.dtype not in DTYPES and self.dtype not in WIDE:
+            raise ValueError(f"rows hold {', '.join((*DTYPES, *WIDE))}, not {self.dtype}")
         if min((self.dim, *self.widths)) < 1:
             raise ValueError(f"a row needs widths of at least 1, not {self.dim} and {self.widths}")
 
     @cached_property
     def half(self) -> int:
-        """0: float32, 1: bfloat16, 2: float16."""
-        return DTYPES.index(self.dtype)
+        """1: bfloat16, 2: float16; 0: whole words."""
+        return DTYPES.index(self.dtype) if self.dtype in DTYPES else 0
+
+    @cached_property
+    def numbers(self) -> int:
+        """Values of a row."""
+        return self.dim // words_of(self.dtype)
 
     @cached_property
     def value_words(self) -> int:
@@ -71,9 +89,11 @@ class RowLayout:
         return self.value_words + self.state_words + int(self.counted)
 
     def parts(self, raw: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        """Views of rows as they lie in memory, [n, words]: "value" [n, dim], which of bfloat16 are
-        its bits in uint16, "state" [n, state_words] and "count" [n], where there are such."""
+        """Views of rows as they lie in memory, [n, words]: "value" [n, numbers], which of bfloat16
+        are its bits in uint16, "state" [n, state_words] and "count" [n], where there are such."""
         values: npt.NDArray[Any] = raw[:, : self.dim]
+        if self.dtype in WIDE:
+            values = values.view(WIDE[self.dtype])
         if self.half:
             dtype = np.float16 if self.dtype == "float16" else np.uint16
             values = raw[:, : self.value_words].view(dtype)[:, : self.dim]

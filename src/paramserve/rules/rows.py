@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from paramserve.rules.add import Add
 from paramserve.rules.base import Array, Hyper, PushInfo, RowRule, Rule, Run
 from paramserve.rules.compiled import compiled, compiled_rows
 from paramserve.rules.custom import CustomRule, check_unchanged
-from paramserve.rules.layout import RowLayout, RowView
+from paramserve.rules.layout import WIDE, RowLayout, RowView
 from paramserve.rules.registry import TORCH, is_built_in
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def row_layout(rule: Rule, dim: int, dtype: str) -> RowLayout:
     """What a row of a table with this rule holds.
 
     Args:
-        dim: values of a row.
-        dtype: of the values: "float32", "bfloat16" or "float16".
+        dim, dtype: as in `RowLayout`.
     Raises:
         ValueError: the rule cannot run on rows, or dim or dtype are wrong.
     """
@@ -69,7 +69,13 @@ def row_layout(rule: Rule, dim: int, dtype: str) -> RowLayout:
             f"{_called(rule)} updates elements, so each state is as wide as a row, {dim}, and not "
             f"{widths}. For states of another width set whole_rows = True: update() then sees rows"
         )
-    return RowLayout(dim, dtype, widths, dtype != "float32" or _counted(rule, rule.hyper()))
+    if dtype in WIDE and type(rule) is not Add:
+        raise ValueError(
+            f"rows of {dtype} are for counting, with rule=ps.Add(), not {_called(rule)}: give the "
+            'table dtype="float32"'
+        )
+    counted = dtype in ("bfloat16", "float16") or _counted(rule, rule.hyper())
+    return RowLayout(dim, dtype, widths, counted)
 
 
 def initial_state(rule: Rule, layout: RowLayout) -> Array:
@@ -145,10 +151,29 @@ def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: 
     check_rows(rule, view.layout, hyper)
     if not view.slots.size:
         return
-    if is_built_in(rule):
+    if view.layout.dtype in WIDE:
+        _add_wide(view, gradients, push.scale)
+    elif is_built_in(rule):
         cast(RowRule, rule).apply_rows(view, for_kernels(gradients), hyper, push)
     else:
         draft_rows(rule, view, gradients, hyper, push).write(view)
+
+
+def _add_wide(view: RowView, gradients: Array, scale: float) -> None:
+    """As `Add`, of numbers of 64 bits. Of int64 ones a sum that is scaled is rounded, and one past
+    the largest number goes on at the smallest, as numpy has it."""
+    kind, dim = WIDE[view.layout.dtype], view.layout.dim
+    present = view.floats[view.slots, :dim].view(kind)
+    present += scaled(np.ascontiguousarray(gradients).view(kind), scale)
+    view.floats[view.slots, :dim] = present.view(FLOAT)
+
+
+def scaled(numbers: Array, factor: float) -> Array:
+    """Numbers of `WIDE` times a factor, int64 ones rounded to whole ones."""
+    if factor == 1.0:
+        return numbers
+    product: Array = numbers * np.float64(factor)
+    return np.rint(product).astype(np.int64) if numbers.dtype.kind == "i" else product
 
 
 def for_kernels(gradients: Array) -> Array:

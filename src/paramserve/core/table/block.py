@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
-from paramserve.core.table import parts, routing
+from paramserve.core.table import parts, routing, wide
 from paramserve.core.table.changes import Changed, RowChanges
 from paramserve.core.table.encoded import HEAD_BYTES, row_codecs
 from paramserve.core.table.hashing import stream_of
@@ -37,6 +37,7 @@ from paramserve.messages import (
 )
 from paramserve.rules.base import Hyper, PushInfo, RowRule, Rule
 from paramserve.rules.compiled import compiled
+from paramserve.rules.layout import WIDE
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.rows import (
     RowDraft,
@@ -47,6 +48,7 @@ from paramserve.rules.rows import (
     for_kernels,
     initial_state,
     row_layout,
+    scaled,
 )
 
 Array = npt.NDArray[Any]
@@ -96,7 +98,10 @@ class KeyedBlock(ShardStorage):
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
-        self._ours = cast(RowRule, rule) if is_built_in(rule) else None
+        self._wide = WIDE.get(spec.table.dtype)
+        """What its numbers are, if they are of 64 bits."""
+        built_in = is_built_in(rule) and self._wide is None
+        self._ours = cast(RowRule, rule) if built_in else None
         """Its rule, if that is one with kernels, which needs no guard."""
         with guarded(self._about("cannot start"), rule, (ValueError, TypeError)):
             self.layout = row_layout(rule, self.table.dim, self.table.dtype)
@@ -194,10 +199,14 @@ class KeyedBlock(ShardStorage):
 
     def largest(self, gradient: RowGradient, active: Sequence[int] | None) -> float:
         """The largest size of an element; inf if one is NaN or Inf."""
+        if self._wide is not None:
+            return wide.largest(gradient.values.view(self._wide))
         return float(compiled().largest(gradient.values.reshape(-1)))
 
     def squared_norm(self, gradient: RowGradient) -> float:
         """Sum of the squares of all elements."""
+        if self._wide is not None:
+            return wide.squared_norm(gradient.values.view(self._wide))
         return float(compiled().squared_norm(gradient.values.reshape(-1)))
 
     def reserve(self) -> None:
@@ -216,6 +225,9 @@ class KeyedBlock(ShardStorage):
         if len(weighted) == 1 and weighted[0][0] == 1.0:
             return weighted[0][2]
         keys = np.concatenate([gradient.keys for _, _, gradient in weighted])
+        if self._wide is not None:
+            rows = [scaled(each.values.view(self._wide), weight) for weight, _, each in weighted]
+            return wide.summed(keys, np.concatenate(rows))
         values = np.concatenate(
             [
                 gradient.values if weight == 1.0 else gradient.values * np.float32(weight)

@@ -13,10 +13,13 @@ from numbers import Integral, Real
 from typing import Any
 
 from paramserve.config import RuleSpec
+from paramserve.rules.layout import WIDE
 
 FLOAT32_MAX = 3.4028234663852886e38
 BEYOND: Mapping[str, float] = {
     "float32": math.inf,
+    "float64": math.inf,
+    "int64": math.inf,
     "bfloat16": float(2**128 - 2**119),
     "float16": 65520.0,
 }
@@ -232,6 +235,11 @@ class TableOptions:
 
     def check_dtype(self, dtype: str) -> None:
         """Raise `ValueError` if rows of this dtype cannot hold what they would begin with."""
+        if dtype in WIDE and not isinstance(self.init, Zeros):
+            raise ValueError(
+                f"rows of {dtype} begin with zeros: give the table init=ps.Zeros(), not "
+                f"{self.init!r}"
+            )
         init, largest = self.init, 0.0
         if isinstance(init, Uniform):
             largest = max(abs(init.low), abs(init.high))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from paramserve.core.table.options import BEYOND
 from paramserve.errors import NonFinite, ShapeMismatch
 from paramserve.messages import ALIGN, BlockSpec
+from paramserve.rules.layout import WIDE
 from paramserve.rules.registry import BUILT_IN
 
 Array = npt.NDArray[Any]
@@ -69,7 +70,9 @@ def check_records(records: Records, table: BlockSpec) -> None:
     assert table.rule is not None
     keys, values, state, _ = records
     name, dtype = table.group_name, table.table.dtype
-    bad = _first_bad(keys, values, BEYOND[dtype])
+    if dtype == "int64":
+        return  # any bits are a number, and it has no state
+    bad = _first_bad(keys, values.view(WIDE.get(dtype, np.float32)), BEYOND[dtype])
     if bad is not None:
         limit = "NaN or Inf" if math.isinf(BEYOND[dtype]) else f"NaN, Inf or {BEYOND[dtype]:g}"
         raise NonFinite(
