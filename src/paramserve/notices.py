@@ -47,15 +47,15 @@ class Notices:
             return
         self._looked = True
         client = self._client
-        done = client.steps.resumed.get(group, 0)
-        if not done or client.steps.clock_read or client.steps.next_mark is not None:
+        done, made = (each.get(group, 0) for each in (client.steps.resumed, client.steps.made))
+        if not made or client.steps.clock_read or client.steps.next_mark is not None:
             return
         warn_user(
             f"rank {client.rank} was started again and goes on at clock {done}, but its loop "
-            f"begins at its first batch again: all {done} steps that are done are made once more, "
-            "from the values that they led to. To fix: take the batches of worker.loader(dataset, "
-            "batch_size=..., epochs=...), which leaves out those that are done, or begin at "
-            "worker.clock, as in for step in range(worker.clock, steps)"
+            f"begins at its first batch again: all {made} steps that it had made are made once "
+            "more, from the values that they led to. To fix: take the batches of "
+            "worker.loader(dataset, batch_size=..., epochs=...), which leaves out those that are "
+            "done, or begin at worker.clock, as in for step in range(worker.clock, steps)"
         )
 
     def nothing_left(self, group: str) -> None:

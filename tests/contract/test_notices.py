@@ -112,6 +112,34 @@ def test_restarted_rank_that_repeats_nothing_does_not_warn(
     assert made == {0: BATCHES * EPOCHS - dies_at}
 
 
+@pytest.mark.parametrize("made", [0, 3])
+def test_rank_that_the_others_have_left_behind_names_its_own_steps_alone(
+    make_cluster: MakeCluster, made: int
+) -> None:
+    """It goes on at the clock of the others, and has not made as many steps."""
+    cluster = make_cluster(workers=2)
+
+    def steps(rank: int, number: int) -> ps.Client:
+        client = cluster.client(rank=rank)
+        worker, model = ps.Worker(client, seed=1), nn.Linear(2, 1)
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.1))
+        for _ in range(number):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return client
+
+    steps(0, 5)
+    steps(1, made).connection.control.close()
+    cluster.mark_dead(1)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        steps(1, 1)
+    told = [str(each.message) for each in warned if "was started again" in str(each.message)]
+    assert len(told) == bool(made)
+    if made:
+        assert "goes on at clock 5, but" in told[0]
+        assert "all 3 steps that it had made are made once more" in told[0]
+
+
 @pytest.mark.parametrize(("dies_at", "left"), [(BATCHES * EPOCHS, 0), (BATCHES, BATCHES * 2)])
 def test_restarted_rank_says_in_one_line_that_nothing_was_left_to_do(
     make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], dies_at: int, left: int

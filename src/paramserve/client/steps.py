@@ -88,6 +88,7 @@ class Steps(ClientClocks):
         first: whether the cluster was started with this rank, and did not go on without it: it is a
             member of groups that are defined after it has come.
         resumed: the clock of each group where this client began, if not at 0.
+        made: steps of each group that older incarnations of this rank have ended, if any.
         overtaken: of groups in which the others went on past an older incarnation that had ended:
             the clock where that was.
         staged: by group, what waits for its tick.
@@ -114,6 +115,7 @@ class Steps(ClientClocks):
         self.versions: dict[int, list[int]] = {}
         self.first = True
         self.resumed: dict[str, int] = {}
+        self.made: dict[str, int] = {}
         self.overtaken: dict[str, int] = {}
         self.repeated = 0
         self.staged: dict[str, Staged] = {}
@@ -167,6 +169,8 @@ class Steps(ClientClocks):
             ended = [clock for each in by_name[name] for r, clock in each.left if r == self._rank]
             if ended and max(ended) < found.clock:
                 self.overtaken[name] = max(ended)
+            member = any(r == self._rank for each in by_name[name] for r, _ in each.clocks)
+            self.made[name] = found.clock if member else max(ended, default=0)
         self._found = frozenset(by_name)
         self.first = self.first and not returned
         late = by_name.keys() if returned else not_joined(reports, self._rank)

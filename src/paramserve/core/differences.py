@@ -26,6 +26,10 @@ def of_names(known: Sequence[str], came: Sequence[str]) -> Difference:
     """The names that only one side has, or else the first place where their order differs."""
     only_known = [name for name in known if name not in set(came)]
     only_came = [name for name in came if name not in set(known)]
+    if bool(only_known) != bool(only_came) and len(known) != len(came):
+        return Difference(
+            "the number of names", _counted(known, only_known), _counted(came, only_came)
+        )
     if only_known or only_came:
         common = len(known) - len(only_known)
         return Difference("the names", _listed(only_known, common), _listed(only_came, common))
@@ -123,6 +127,11 @@ def _options(given: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def _counted(names: Sequence[str], only: Sequence[str]) -> str:
+    """How many names one side has, and those that the other one lacks."""
+    return f"{len(names)} ({_listed(only, 0)} besides these)" if only else str(len(names))
 
 
 def _listed(names: Sequence[str], common: int) -> str:

@@ -248,7 +248,7 @@ class Directory:
                     raise _mismatch(call, entry, [found])
                 raise DefineMismatch(
                     f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
-                    f"is defined with {found.known}, now {found.came} came",
+                    f"is defined with {found.what} {found.known}, now {found.came} came",
                     fix="build the same model on all ranks, wrap it on all or on none, and give "
                     "the same codecs",
                 )

@@ -21,7 +21,8 @@ def pieces(*names: str) -> tuple[Piece, ...]:
     [
         ((A, B), (A, Piece("b", (4,))), ("the shapes", "'b' [2, 2]", "'b' [4]")),
         ((A, B), (A, C), ("the names", "'b' and 1 that both have", "'c' and 1 that both have")),
-        ((A,), (A, B), ("the names", "1 that both have", "'b' and 1 that both have")),
+        ((A,), (A, B), ("the number of names", "1", "2 ('b' besides these)")),
+        ((A, B), (B,), ("the number of names", "2 ('a' besides these)", "1")),
         (
             (A, B),
             (Piece("a", (4,)), C),

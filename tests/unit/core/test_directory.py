@@ -71,7 +71,7 @@ def test_defined_unknown_block_is_ignored() -> None:
         ({"rule": None, "define": False}, "rule"),
         ({"rule": RuleSpec("Adam"), "define": False}, "rule"),
         ({"pieces": (Piece("p0", (4,)), Piece("p1", (2,)))}, "the shapes 'p0' .3., now 'p0' .4."),
-        ({"pieces": (Piece("p0", (3,)),)}, "the names 'p1'"),
+        ({"pieces": (Piece("p0", (3,)),)}, r"number of names 2 \('p1' besides these\), now 1 came"),
     ],
 )
 def test_place_known_name_otherwise_is_a_mismatch(changes: dict[str, Any], what: str) -> None:
