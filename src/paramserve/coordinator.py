@@ -229,9 +229,9 @@ class CoordinatorRole:
             self.log.on_checkpoint(each)
         for work in decided.work:
             self._to_do.append(work)
-            if len(self._to_do) == 1:
+            if len(self._to_do) == 1 and not self._closed:  # else the loop takes no jobs any more
                 self._begin_work()
-        for shard, addresses in decided.look_for:
+        for shard, addresses in decided.look_for if not self._closed else ():
             looking = self._loop.run_in_executor(None, partial(self._listens, addresses))
             looking.add_done_callback(partial(self._looked, shard))
 

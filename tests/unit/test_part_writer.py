@@ -202,6 +202,30 @@ def test_cut_that_is_not_written_is_let_go() -> None:
     assert not bench.cuts.kept
 
 
+@pytest.mark.parametrize("turns", [-1.0, 0.5, 2.5, 3.5])
+def test_server_that_ends_within_a_checkpoint_begins_no_job(
+    monkeypatch: pytest.MonkeyPatch, turns: float
+) -> None:
+    """asyncio's executor takes none then: that would be a traceback out of the event loop."""
+    disk = Disk()
+    bench = Bench(disk)
+    if turns < 0:
+        bench.parts.prepare(BeginCheckpoint(1))  # its memory is on the way
+    else:
+        bench.parts.write(bench.cut(1))
+        bench.run(turns * THREAD_S)
+    before = len(bench.told)
+    bench.parts.close()
+
+    def refuse(self: VirtualLoop, executor: None, function: Any, /) -> Any:
+        raise RuntimeError("Executor shutdown has been called")
+
+    monkeypatch.setattr(VirtualLoop, "run_in_executor", refuse)
+    bench.run()
+    assert bench.told[before:] == []
+    assert not bench.cuts.kept
+
+
 def test_bug_ends_one_checkpoint_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,6 +97,8 @@ class LeasedWork:
         """Drawn, and in no step yet."""
         self._delivered = 0
         """How many of them the training function has."""
+        self._gives_back: tuple[GiveBack, int] | None = None
+        """What was given back last, and the number by which it was posted."""
         self._taken: Mark | None = None
         """The mark of the last step."""
         self._last_samples = 0
@@ -265,6 +267,7 @@ class LeasedWork:
 
     def _ask(self, wait_s: float, *, idle: bool = False) -> bool:
         """Ask for a lease; whether there is one."""
+        self._give_back_again()
         before_s = self._clock()
         taken = self._taken if idle else None
         known = not self._seen and self._has_others()
@@ -313,13 +316,25 @@ class LeasedWork:
             taken = self._taken if self._taken is not None else (0, 0)
             mark = self._pending[kept - 1].mark if kept else taken
             message = GiveBack(0, self.name, self._turn, mark)
-            # Where the coordinator is gone, or counts this worker as dead, it takes nothing back;
-            # what a worker holds goes back when it ends, too.
-            with contextlib.suppress(ParamServeError):
-                self._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
+            # It is not waited for: an interrupt within a generator that is let go of is lost.
+            self._gives_back = message, self._control.post(message)
+            if not self._gives_back[1]:
+                self._give_back_again()
         self._lease = Leased(0)
         self._pending = deque(islice(self._pending, kept))
         self._delivered = kept if self._told else 0
+
+    def _give_back_again(self) -> None:
+        """Repeat what was given back, if the coordinator has not said that it has it."""
+        if self._gives_back is None:
+            return
+        (message, number), self._gives_back = self._gives_back, None
+        if number and self._control.answer(number) is not None:
+            return
+        # Where the coordinator is gone, or counts this worker as dead, it takes nothing back;
+        # what a worker holds goes back when it ends, too.
+        with contextlib.suppress(ParamServeError):
+            self._control.call(message, Ok, timeout_s=GIVE_BACK_S, slack_s=0.0)
 
     # --- the steps ----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ The loop copies a piece of the cut, a thread hashes and writes it, and so on in 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator
 from functools import partial
@@ -86,6 +87,7 @@ class PartWriter:
         """The checkpoint that memory is prepared for."""
         self._prepared = False
         self._writing: _Writing | None = None
+        self._closed = False
         self._told: CutWritten | None = None
         """What became of the last one."""
 
@@ -103,7 +105,7 @@ class PartWriter:
         preparing.add_done_callback(partial(self._have_prepared, notice))
 
     def _have_prepared(self, notice: BeginCheckpoint, done: Pending[list[Any]]) -> None:
-        if notice.checkpoint != self._prepares:
+        if notice.checkpoint != self._prepares or self._closed:
             return
         self._prepared = True
         if done.exception() is None:
@@ -120,7 +122,7 @@ class PartWriter:
         if told is not None and told.checkpoint == notice.checkpoint:
             self._tell(told)
         elif writing is None or writing.notice.checkpoint != notice.checkpoint:
-            self.close()  # the coordinator has given the one before up
+            self._give_up()  # the coordinator has done so with the one before
             self._begin(notice)
 
     def _begin(self, notice: WriteCut) -> None:
@@ -146,7 +148,7 @@ class PartWriter:
             self._shard.cuts.part(writing.notice.cut, began)  # a newer one has not replaced it
             job = writing.turns.send(result)
         except StopIteration as done:
-            self._loop.run_in_executor(None, writing.writer.close)
+            self._close_files(writing)
             self._end(writing.notice, self._written(writing, done.value))
         except Exception as error:  # a bug of ours ends this checkpoint only
             self._fail(writing, error)
@@ -186,7 +188,7 @@ class PartWriter:
         """A job has ended."""
         error = done.exception()
         if writing is not self._writing:  # it was given up meanwhile
-            self._loop.run_in_executor(None, writing.writer.close)
+            self._close_files(writing)
         elif error is None:
             self._turn(writing, done.result())
         else:
@@ -196,7 +198,7 @@ class PartWriter:
         if not isinstance(error, ParamServeError):
             extra = event("bug", role="server", server=self._shard.number)
             logger.error("a checkpoint could not be written", exc_info=error, extra=extra)
-        self._loop.run_in_executor(None, writing.writer.close)
+        self._close_files(writing)
         told = str(error) or type(error).__name__
         self._refuse(writing.notice, told, pause_s=writing.pause_s)
 
@@ -222,19 +224,31 @@ class PartWriter:
         """A checkpoint is committed or given up."""
         writing = self._writing
         if writing is not None and writing.notice.checkpoint == notice.checkpoint:
-            self.close()
+            self._give_up()
         if self._prepares == notice.checkpoint:
             self._prepares = 0
             self._shard.cut_memory.give_back()
 
     def close(self) -> None:
-        """Write no more; a job that is under way ends first."""
+        """Write no more; a job that is under way ends first, and nothing is begun behind it: the
+        loop ends, and takes no jobs any more."""
+        self._closed = True
+        self._give_up()
+
+    def _close_files(self, writing: _Writing) -> None:
+        if not self._closed:
+            self._loop.run_in_executor(None, writing.writer.close)
+            return
+        with contextlib.suppress(OSError):  # it counts for nothing
+            writing.writer.close()
+
+    def _give_up(self) -> None:
         if self._writing is not None:
             self._shard.cuts.let_go(self._writing.notice.cut)
             self._residuals.look()
             if self._writing.waits:
                 self._residuals.stop()
-                self._loop.run_in_executor(None, self._writing.writer.close)
+                self._close_files(self._writing)
         self._writing = None
 
 

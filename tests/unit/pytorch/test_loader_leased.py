@@ -46,7 +46,8 @@ class FakeCluster:
         self.ranks = tuple(range(workers))
         self.workers = [FakeWorker(self, rank) for rank in self.ranks]
         self.meanwhile: Callable[[], None] = self.stuck
-        self.gone = False
+        self.gone = self.loses_posts = False
+        self.given_back: list[str] = []
 
     def stuck(self) -> None:
         raise AssertionError("a rank waits, and nothing else will happen")
@@ -62,6 +63,7 @@ class FakeControl:
         if self.cluster.gone:
             raise CoordinatorGone("gone", fix="none")
         if isinstance(message, GiveBack):
+            self.cluster.given_back.append("called")
             book.give_back(message, rank + 10)
             reply: Any = Ok(0)
         else:
@@ -74,6 +76,17 @@ class FakeControl:
             reply = found if found is not None else Leased(0, holders=book.holders(message))
         assert isinstance(reply, kind)
         return reply
+
+    def post(self, message: Any) -> int:
+        self.cluster.given_back.append("posted")
+        if self.cluster.gone:
+            return 0
+        if not self.cluster.loses_posts:
+            self.cluster.book.give_back(message, self.worker.rank + 10)
+        return 1
+
+    def answer(self, number: int) -> Any:
+        return None if self.cluster.loses_posts else Ok(number)
 
     def take(self, message: Lease) -> Leased | None:
         rank, ranks = self.worker.rank, self.cluster.ranks
@@ -355,6 +368,23 @@ def test_leased_error_in_the_loop_is_not_hidden_where_the_coordinator_is_gone() 
 
     with pytest.raises(KeyError):
         fail()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_leased_loop_that_is_left_waits_for_no_answer(lost: bool) -> None:
+    """Its generator is let go of there: an interrupt would be lost. What the link has lost is told
+    again before more is asked for."""
+    cluster = FakeCluster(1)
+    cluster.loses_posts = lost
+    (worker,) = cluster.workers
+    loader = load(worker, tensors(40), batch_size=5, **DYNAMIC)
+    batches = iter(loader)
+    first = next(batches)[0].tolist()
+    worker.client.train()
+    batches.close()
+    assert cluster.given_back == ["posted"]
+    assert samples([first, *train(worker, loader)]) == Counter(range(40))
+    assert cluster.given_back == ["posted", *["called"] * lost]
 
 
 def test_leased_retiring_worker_ends_and_gives_back() -> None:
