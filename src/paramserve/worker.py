@@ -23,6 +23,7 @@ from paramserve.client.saving import RANDOM
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
 from paramserve.consistency.built_in import OWN_STEPS
+from paramserve.core.directory import NAME
 from paramserve.errors import warn_user
 from paramserve.logs import hide
 from paramserve.messages import DatasetSize, SameSize
@@ -307,7 +308,8 @@ class Worker:
             values: numbers, or arrays and tensors of one element.
         Raises:
             TypeError: a value is no number. Nothing was recorded.
-            ValueError: an int is too large for a float. Nothing was recorded.
+            ValueError: an int is too large for a float, or a name is none: as those of tensors it
+                has no control characters. Nothing was recorded.
         """
         clock = max(self.client.steps.clocks.values(), default=0)
         numbers = {name: _number(name, value) for name, value in values.items()}
@@ -783,6 +785,11 @@ class Worker:
 
 
 def _number(name: str, value: Any) -> float:
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"worker.log: the name {name[:80]!r} is empty, longer than 512 characters or has "
+            "control characters"
+        )
     try:
         plain = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # torch and numpy: more than one element

@@ -75,10 +75,13 @@ except KeyboardInterrupt as interrupt:
 """
 
 
-def test_sigterm_ends_a_run_in_order_with_its_last_checkpoint(pipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_a_run_in_order_with_its_last_checkpoint(
+    number: signal.Signals, pipe: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "kept")
     with driver(pipe, "", script=RUNS.replace("{folder!r}", repr(folder))) as run:
-        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(number)
         out, told = run.process.communicate()
     assert run.process.returncode == 143
     assert out == "1\n"

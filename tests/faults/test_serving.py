@@ -135,7 +135,7 @@ def test_two_clusters_in_one_process_stay_apart(servers: Servers) -> None:
 # --- ends ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_command_serve_ends_in_order_when_told(
     servers: Servers, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -155,7 +155,8 @@ def test_command_serve_ends_in_order_when_told(
         )
         assert shown.returncode == 0, shown.stderr
         assert address in shown.stdout
-        process.send_signal(number)
+        for _ in range(2 if number == signal.SIGHUP else 1):  # of the kernel and of the shell
+            process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
     assert told_to_end(errors) == [SERVERS_THERE, "told to end (SIGTERM or Ctrl-C)", ENDED]

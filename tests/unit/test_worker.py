@@ -149,6 +149,15 @@ def test_log_refuses_an_int_that_no_float_can_hold(worker: Worker, client: Recor
     assert client.calls == []
 
 
+@pytest.mark.parametrize("name", ["", "red\x1b[31m", "two\nlines", "x" * 513])
+def test_log_refuses_a_name_that_define_refuses(
+    worker: Worker, client: RecordsCalls, name: str
+) -> None:
+    with pytest.raises(ValueError, match=r"worker\.log: the name .* has control characters"):
+        worker.log(**{"loss": 1.0, name: 2.0})
+    assert client.calls == []
+
+
 def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsCalls) -> None:
     worker.finishers.append(lambda: client.calls.append("first"))
     worker.finishers.append(lambda: client.calls.append("second"))

@@ -183,7 +183,8 @@ def serve(
             ready=lambda address: _announce(log_form, address, reporters),
             **options,
         )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit status tells that it ended in order
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the exit status tells that it ended in order
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _announce(form: str, address: str, reporters: Sequence[Prometheus]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 
 def say(words: str) -> None:
     """Write a line, in one piece: a line of progress may be there."""
-    print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is lost, the run is not
+        print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)

@@ -58,6 +58,7 @@ from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_o
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
 from paramserve.launch.packing import checked
+from paramserve.launch.signals import ends_for_server
 from paramserve.logs import event
 from paramserve.messages import (
     COORDINATOR_ROLES,
@@ -590,6 +591,8 @@ def serve(
 ) -> None:
     """Serve in this process until it is told to stop (SIGTERM, Ctrl-C), or the cluster is gone.
 
+    SIGHUP, of a terminal that is lost, means the same unless it is ignored (`nohup`).
+
     The first server of a cluster is started without `join` and says how many servers and workers
     there will be. Workers come with `ps.connect`. The first one tells the logger "paramserve" who
     comes, leaves, dies and is refused; with `until_done` also, now and then, who is waited for.
@@ -730,15 +733,17 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
     assert task is not None
     stopped = False
 
-    def stop() -> None:
+    def stop(number: signal.Signals) -> None:
         nonlocal stopped
+        if stopped and number == signal.SIGHUP:
+            return  # kernel and shell both send it when a terminal is lost
         stopped = True
         task.cancel()
 
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        for number in ends_for_server():
+            loop.add_signal_handler(number, stop, number)
     running = _Running(settings)
     unsaved: ParamServeError | None = None
     try:

@@ -46,7 +46,7 @@ from paramserve.launch.plan import Plan
 from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
-from paramserve.launch.signals import interrupt_by_sigterm
+from paramserve.launch.signals import interrupt_by_ends
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
 from paramserve.machine import cores
 from paramserve.observe.view import Show, checked, watch
@@ -282,7 +282,8 @@ def run(
         ServerGone, CoordinatorGone: that process ended and there was no checkpoint to go on from;
             the values are lost.
         RunTimeout: `timeout_s` was over.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM, where the program has no handler of its own for it.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM or SIGHUP (a lost terminal), where the program has no
+            handler of its own for it and does not ignore it.
             The run is stopped as by `Job.stop`, which also writes its last checkpoint. Any other
             exception that comes meanwhile stops it as well.
     """
@@ -292,7 +293,7 @@ def run(
         try:
             del given["show"]
             shows = checked(show)
-            interrupt_by_sigterm(stack)
+            interrupt_by_ends(stack)
             job = _job(_Arguments(**given))
             job.launch()
             with job, watch(job, show=shows):

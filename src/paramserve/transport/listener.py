@@ -50,7 +50,8 @@ _DESCRIPTORS_EACH: Final = 3
 _DESCRIPTORS_OWN: Final = 256
 """Of the process itself."""
 _TELL_EVERY_S: Final = 60.0
-"""Between two warnings that unknown peers hold all places, or of refusals of one address."""
+"""Between two warnings that unknown peers hold all places, that no peer can be accepted, or of
+refusals of one address."""
 _REFUSED_FROM_MAX: Final = 256
 """Addresses that are told apart in such warnings within that time; others are only counted."""
 
@@ -90,7 +91,7 @@ class Listener:
         self._unproven: dict[asyncio.Task[None], str] = {}
         """Handshakes of peers that have proved nothing yet, oldest first, with their addresses."""
         self._crowded_out: set[asyncio.Task[None]] = set()
-        self._told_at = -_TELL_EVERY_S
+        self._told_at = self._accept_told_at = -_TELL_EVERY_S
         self._refused_from: dict[str, tuple[float, int]] = {}
         """By address that was not authenticated: when that was told, and how often since then."""
         self._connections: set[StreamConnection] = set()
@@ -172,8 +173,10 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         """Accept nothing for a moment: the socket stays readable and would keep the loop busy."""
-        extra = event("accept-failed", address=self.address)
-        logger.warning("cannot accept at %s: %s", self.address, error, extra=extra)
+        if self._loop.time() - self._accept_told_at >= _TELL_EVERY_S:
+            self._accept_told_at = self._loop.time()
+            extra = event("accept-failed", address=self.address)
+            logger.warning("cannot accept at %s: %s", self.address, error, extra=extra)
         self._loop.remove_reader(self._sock)
         self._loop.call_later(_NO_DESCRIPTORS_PAUSE_S, self._resume)
 
