@@ -11,7 +11,7 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import in_threads
 from tests.contract.test_tables import ones, users, whole
-from tests.contract.test_tables_limits import SMALL, keys_of, room
+from tests.contract.test_tables_limits import SMALL, first_values, keys_of, room
 
 from paramserve.client.table import Table
 from paramserve.consistency.built_in import Sync
@@ -107,6 +107,26 @@ def test_server_without_memory_refuses_the_clock_and_goes_on(
     assert values(table, [1, 2, 3]) == before
     step(table, [1, 2, 3, 4], ones(4))
     assert values(table, [1, 2, 3, 4]) == [*(each - 0.5 for each in before), 0.5]
+
+
+@pytest.mark.parametrize("evict", [None, LRU()])
+def test_clock_that_one_shard_refuses_leaves_the_rows_of_the_others(
+    make_cluster: MakeCluster, evict: LRU | None
+) -> None:
+    """Neither does it make rows there, nor are any let go for them."""
+    cluster = make_cluster("unix", servers=2, workers=1)
+    table = users(cluster.client(rank=0), consistency=Sync(), max_bytes=SMALL, evict=evict)
+    most = room(cluster)
+    there = keys_of(cluster, 0, most + 5)
+    trained = there[: most if evict else most - 5]
+    step(table, trained, ones(trained.size))
+    before = first_values(table), table.reports()
+    refused = np.concatenate([there[most:], keys_of(cluster, 1, most + 1)])
+    refusal(table, refused, ones(refused.size), TableFull)
+    assert (first_values(table), table.reports()) == before
+    table.put(there[most:], ones(5))  # no room is held any more
+    step(table, there[most:], ones(5))
+    assert values(table, there[most:]) == [0.5] * 5
 
 
 LRU_ROWS = 8

@@ -13,13 +13,18 @@ from tests.sim.policies import TABLE_POLICIES
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
+from paramserve.core.block import ShardBlock
 from paramserve.core.table import routing
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.core.table.parts import RowGradient
+from paramserve.core.table.store import Purpose, RowStore, Taken
+from paramserve.messages import TableSpec
 from paramserve.rules.compiled import compiled
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
-from paramserve.testing.row_counting import KEYS, SimulatedTables, replay
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, row_counting
+from paramserve.testing.history import Row
+from paramserve.testing.row_counting import KEYS, RowCounting, SimulatedTables, replay
 
 SEEDS = 6
 FOUND_WITHIN = 60
@@ -134,6 +139,62 @@ def rows_are_read_to_the_places_of_others(
     return SimulatedTables
 
 
+class BoundedCounting(RowCounting):
+    """Of a table whose rows come with gradients only: there a row holds pushes, or there is none.
+    It never has more rows than it may."""
+
+    def __init__(self, writers: int) -> None:
+        super().__init__(writers)
+        options = TableOptions(Zeros(), evict=LRU(64))
+        self.table = TableSpec(self.dim, "float32", 0, options.to_spec())
+
+    def parts(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Row]]:
+        assert isinstance(block, KeyedBlock)
+        found = []
+        for n, row in super().parts(block, shard, shards):
+            taken = block.store.take(KEYS[n : n + 1], block.clock, Purpose.READ)
+            there = int(taken.rows[0]) >= 0
+            found.append((n, row._replace(sound=row.sound and there == (sum(row.counts) > 0))))
+        return found
+
+
+class BoundedTables(SimulatedTables):
+    workload_type = BoundedCounting
+
+
+BOUNDED: dict[str, Any] = {"servers": 3, "workers": 2, "others": (), "steps": 2}
+
+
+def bounded(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Few calls, each to some of the keys: a key may be in a refused clock only."""
+    monkeypatch.setattr(row_counting, "SOME", 1.0)
+    return BoundedTables
+
+
+def test_seeds_of_a_bounded_table_keep_every_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded(monkeypatch)
+    for seed in range(10):
+        cluster = BoundedTables(seed, Scenario(consistency=Sync(reduce="sum"), **BOUNDED))
+        cluster.run()
+        cluster.check()
+
+
+def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """What is prepared for a clock has its rows from then on, whether it is decided or refused."""
+    take = RowStore.take
+
+    def taken(store: RowStore, keys: np.ndarray, clock: int, purpose: Purpose) -> Taken:
+        drafted = take(store, keys, clock, purpose)
+        if purpose is Purpose.DRAFT:
+            take(store, keys, clock, Purpose.PUT)
+        return drafted
+
+    monkeypatch.setattr(RowStore, "take", taken)
+    return bounded(monkeypatch)
+
+
 def nan_is_looked_for_in_the_first_row_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
@@ -147,6 +208,7 @@ def nan_is_looked_for_in_the_first_row_only(
 @pytest.mark.parametrize(
     ("plant", "policy", "checkers"),
     [
+        (draft_makes_rows, Sync(reduce="sum"), {"counters_agree"}),
         (sent_twice_is_applied_twice, Async(), {"counters_agree"}),
         (slot_freed_on_timeout, Async(), {"counters_agree", "processes_raise_nothing"}),
         (clock_forgets_keys_that_only_later_workers_have, Sync(reduce="sum"), {"exactly_once"}),
@@ -160,7 +222,8 @@ def test_bug_of_a_table_is_found(
 ) -> None:
     kind = plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        cluster = kind(seed, Scenario(consistency=policy, steps=STEPS))
+        options = BOUNDED if kind is BoundedTables else {"steps": STEPS}
+        cluster = kind(seed, Scenario(consistency=policy, **options))
         try:
             cluster.run()
             cluster.check()

@@ -104,7 +104,7 @@ def cannot_fail(step: Step, parts: list[Part]) -> bool:
 def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
     """What this shard can say about these contributions; prepares their update."""
     epoch, pending = state.at(state.committed), state.collect.pending
-    state.collect.prepared = None
+    state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]
     held = [pending[rank] for rank in ranks]
     steps = [each.step for each in held]
@@ -181,14 +181,15 @@ def _sum_is_finite(state: GroupState, held: list[Contribution], scale: float) ->
 
 def _squared_norm(state: GroupState, held: list[Contribution], scale: float) -> float:
     """Sum of the squares of the gradients' sum, to which the scale is still to be applied; the
-    update has its memory then, and rows."""
+    update has its memory then, and room for its rows."""
     squared = 0.0
     for number, block in sorted(state.blocks.items()):
         having = [each for each in held if number in each.gradients]
         if having:
             gradient, _, left = reduced(having, block, scale)
             if isinstance(block, KeyedBlock):
-                block.reserve_rows(gradient)
+                block.find_room(gradient)
+                _hold(state, block)
             part = block.squared_norm(gradient)
             squared += part if left == scale or not part else part / scale / scale
     return squared
@@ -206,8 +207,16 @@ def _prepare(state: GroupState, held: list[Contribution], scale: float) -> None:
     keep: dict[int, Keep] = {}
     for block, arguments in _updates(_that_may_fail(state), held, push):
         keep[block.spec.block] = block.prepare(*arguments)
+        if isinstance(block, KeyedBlock):
+            _hold(state, block)
     clients = tuple([each.session.client for each in held])
     state.collect.prepared = PreparedUpdates(scale, clients, keep)
+
+
+def _hold(state: GroupState, block: KeyedBlock) -> None:
+    """What is put in the table before the clock is decided takes no room from its rows."""
+    block.hold()
+    state.collect.held.append(block)
 
 
 def _that_may_fail(state: GroupState) -> list[ShardBlock | KeyedBlock]:

@@ -26,6 +26,7 @@ from paramserve.core import policy_calls
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.core.shard_storage import Keep, ShardStorage
+from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, Vote
 
@@ -85,6 +86,8 @@ class Collect:
     """Ranks that its policy waits for."""
     prepared: PreparedUpdates | None = None
     """The update, if the clock is decided with what was reported."""
+    held: list[KeyedBlock] = field(default_factory=list)
+    """Tables that keep room for it."""
 
     def has(self, ranks: Collection[int]) -> bool:
         """Whether all of these ranks have pushed."""
@@ -122,7 +125,14 @@ class Collect:
         self.since = None
         self.due = None
         self.missing = ()
+        self.forget_prepared()
+
+    def forget_prepared(self) -> None:
+        """Another update is to come, or none; or this one now."""
         self.prepared = None
+        for block in self.held:
+            block.release()
+        self.held = []
 
 
 class Lead:

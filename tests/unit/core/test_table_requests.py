@@ -26,7 +26,7 @@ from paramserve.core.table.parts import (
     records_bytes,
     within,
 )
-from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
+from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch, TableFull
 from paramserve.messages import (
     Assign,
     BlockSpec,
@@ -454,6 +454,23 @@ def test_rows_deleted_while_a_clock_is_decided_begin_anew_with_it() -> None:
     assert contained(one, [7, 8], 1) == [1, 0]
 
 
+def test_rows_put_while_a_clock_is_decided_take_no_room_from_it() -> None:
+    spec = table_spec(options=TableOptions(Constant(1.0)), policy=Sync(reduce="sum"))
+    one = rig(spec, shards=2, workers=1)
+    one.join(9)
+    one.shards[1].blocks[0].store.rows_max = 2
+    push(one, [7], shard=1)
+    assert one.wire, "shard 1 waits for shard 0"
+    full = refused(one.send(9, Put(0, 0, 2, -1, 0, 0), 1, pushed([8, 9], 10.0)))
+    assert isinstance(full, TableFull)
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([8], 10.0)))
+    push(one, [], shard=0)
+    one.deliver()
+    assert contained(one, [7, 8], 1) == [1, 1]
+    one.shards[1].blocks[0].store.rows_max = 3
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([9], 10.0)))
+
+
 # --- which rows are there -----------------------------------------------------------------------
 
 
@@ -539,4 +556,4 @@ def test_clock_that_is_clipped_is_refused_on_all_shards_if_one_has_no_room_for_i
     assert [(type(each), each.kind, each.applied) for each in told] == [
         (Refused, "TableFull", "no")
     ] * 2
-    assert [len(shard.blocks[0].store) for shard in one.shards] == [1, 0]
+    assert [len(shard.blocks[0].store) for shard in one.shards] == [0, 0]

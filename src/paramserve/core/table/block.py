@@ -6,8 +6,8 @@ with their gradients; a read names keys, and the places where their rows go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast, final
+from collections.abc import Sequence
+from typing import Any, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
-from paramserve.errors import ParamServeError, RuleFailed, ShapeMismatch, TableFull
+from paramserve.errors import ParamServeError, ShapeMismatch, TableFull
 from paramserve.messages import (
     BlockSpec,
     Contains,
@@ -41,8 +41,6 @@ from paramserve.rules.layout import WIDE
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.rows import (
     RowDraft,
-    RowView,
-    apply_rows,
     check_rows,
     draft_rows,
     for_kernels,
@@ -52,7 +50,6 @@ from paramserve.rules.rows import (
 )
 
 Array = npt.NDArray[Any]
-T = TypeVar("T")
 
 PLACES_MAX = 1 << 31
 """Places of rows are int32."""
@@ -212,13 +209,21 @@ class KeyedBlock(ShardStorage):
     def reserve(self) -> None:
         """Sums of rows have memory of their own, as large as they are."""
 
-    def reserve_rows(self, gradient: RowGradient) -> None:
-        """Have rows for the keys of a gradient, at their initial values.
+    def find_room(self, gradient: RowGradient) -> None:
+        """See that there is room for the rows of a gradient's keys.
 
         Raises:
-            TableFull: there is no room for them; nothing was changed.
+            TableFull: there is none; nothing was changed.
         """
         self._admitted(gradient, Purpose.DRAFT)
+
+    def hold(self) -> None:
+        """Keep the room for the rows of the update that was looked at last, until `release`."""
+        self.store.held = self.store.drafted
+
+    def release(self) -> None:
+        """That update was applied, or is not to come."""
+        self.store.held = 0
 
     def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
         """Weighted sum of several gradients, key by key, in the order given."""
@@ -248,42 +253,18 @@ class KeyedBlock(ShardStorage):
         admits them.
 
         Raises:
-            TableFull: there is no room for the new ones; nothing was changed. RuleFailed: the rule
-                is not one of ours, and failed; nothing was applied, and new keys have rows with
-                their initial values.
+            TableFull: there is no room for the new ones. RuleFailed: the rule is not one of ours,
+                and failed. In both cases nothing was changed.
         """
-        assert self.rule is not None, "a table has one"
         assert out is None, "rows are read by `read`"
+        if self._ours is None:
+            self.prepare(gradient, active, hyper, push)()
+            return
         rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
         self.unadmitted += dropped.size
-        if keys.size and self._ours is not None:
+        if keys.size:
             chosen = hyper if hyper is not None else self.hyper
             self._ours.apply_rows(self.store.view(rows, keys), for_kernels(values), chosen, push)
-        elif keys.size:
-            self._updated(apply_rows, rows, keys, values, hyper, push)
-
-    def _updated(
-        self,
-        update: Callable[[Rule, RowView, Array, Hyper, PushInfo], T],
-        rows: Array,
-        keys: Array,
-        values: Array,
-        hyper: Hyper | None,
-        push: PushInfo,
-    ) -> T:
-        """What the rule makes of some rows; its failure keeps no view of them.
-
-        Errors are kept until they are told, and with them all that the frames behind them know; and
-        memory that an array is a view of cannot grow in place. So no view is a variable here.
-        """
-        assert self.rule is not None, "a table has one"
-        chosen = hyper if hyper is not None else self.hyper
-        try:
-            with guarded(self._about("failed"), self.rule):
-                return update(self.rule, self.store.view(rows, keys), values, chosen, push)
-        except RuleFailed as failed:
-            failed.__context__ = None
-            raise failed.with_traceback(None) from None
 
     def _admitted(
         self, gradient: RowGradient, purpose: Purpose
@@ -291,13 +272,13 @@ class KeyedBlock(ShardStorage):
         """Rows for the keys of a gradient, [m], their keys, and their gradients [m, dim]: without
         those that the table does not admit yet, whose keys come last."""
         keys, values = gradient
-        if not keys.size:
+        if not keys.size and purpose is Purpose.PUSH:
             return keys, keys, values, keys
         taken = self.store.take(keys, self.clock, purpose)
         if not taken.dropped:
             return taken.rows, keys, values, keys[:0]
-        there = np.flatnonzero(taken.rows >= 0)
-        return taken.rows[there], keys[there], values[there], keys[taken.rows < 0]
+        there = np.flatnonzero(taken.rows != -1)
+        return taken.rows[there], keys[there], values[there], keys[taken.rows == -1]
 
     def prepare(
         self,
@@ -306,8 +287,8 @@ class KeyedBlock(ShardStorage):
         hyper: Hyper | None,
         push: PushInfo,
     ) -> Keep:
-        """Make sure of an update: its rows are there from now on, at their initial values, and a
-        rule that is not ours has been run on copies.
+        """Make sure of an update without a change: there is room for its rows, and a rule that is
+        not ours has been run on copies.
 
         Good until rows are overwritten.
 
@@ -315,24 +296,24 @@ class KeyedBlock(ShardStorage):
             As `apply`.
         """
         assert self.rule is not None, "a table has one"
-        rule, chosen = self.rule, hyper if hyper is not None else self.hyper
-        rows, keys, values, dropped = self._admitted(gradient, Purpose.DRAFT)
+        rows, keys, values, _ = self._admitted(gradient, Purpose.DRAFT)
         computed: RowDraft | None = None
-        if keys.size and not is_built_in(rule):
-            computed = self._updated(draft_rows, rows, keys, values, hyper, push)
+        if self._ours is None and keys.size:
+            chosen = hyper if hyper is not None else self.hyper
+            with guarded(self._about("failed"), self.rule):
+                view = self.store.drafts(rows, keys)
+                computed = draft_rows(self.rule, view, values, chosen, push)
 
         def keep(out: Array | None = None) -> None:
+            if self._ours is not None:
+                self.apply(gradient, active, hyper, push, out)
+                return
             assert out is None, "rows are read by `read`"
-            if keys.size:
-                # Rows may lie elsewhere by now; one that was evicted in between begins anew.
-                view = self.store.view(self.store.take(keys, self.clock, Purpose.PUT).rows, keys)
-                if computed is not None:
-                    computed.write(view)
-                else:
-                    apply_rows(rule, view, values, chosen, push)
-            if dropped.size:
-                self.store.take(dropped, self.clock, Purpose.PUSH)
-                self.unadmitted += dropped.size
+            # Rows may lie elsewhere by now; one that was evicted in between begins anew.
+            rows, keys, _, dropped = self._admitted(gradient, Purpose.PUSH)
+            self.unadmitted += dropped.size
+            if computed is not None:
+                computed.write(self.store.view(rows, keys))
 
         return keep
 

@@ -35,6 +35,8 @@ SWEPT_MIN = 1024
 CANDIDATES_SHARE = 8
 """At most an eighth of `max_bytes` is for keys that have no row yet."""
 EVERYWHERE = np.empty(0, np.int32)
+TO_COME = -2
+"""In place of a row that does not exist before its push."""
 
 
 class Drawing(NamedTuple):
@@ -73,7 +75,8 @@ class Purpose(Enum):
     PUSH = "push"
     """Creates; a key that needs to be admitted is counted first. Counts as use."""
     DRAFT = "draft"
-    """As PUSH, but a key that is not admitted by it is not counted: the push is still to come."""
+    """To see what a PUSH of these keys would do, which is still to come: nothing is created, let go
+    or counted, and nothing counts as used. Memory for its rows is there after that."""
     PUT = "put"
     """Creates always. Counts as use."""
 
@@ -82,7 +85,7 @@ class Taken(NamedTuple):
     """Where the rows of some keys are."""
 
     rows: Keys
-    """[n], -1 where a key has none."""
+    """[n], -1 where a key has none; of a DRAFT `TO_COME` where the push would create one."""
     created: int
     """Rows that were made for this."""
     dropped: int
@@ -139,6 +142,10 @@ class RowStore:
         self._name = name
         self.watchers: list[RowWatcher] = []
         """For cuts and checkpoints."""
+        self.drafted = 0
+        """Rows that the push of the last DRAFT would make."""
+        self.held = 0
+        """Rows that nothing but a push takes the room of."""
         self.created = self.evicted = self.deleted = 0
         self._state = np.ascontiguousarray(state, np.float32)
         self._drawing = drawing(options.init, stream, layout.dim)
@@ -214,10 +221,12 @@ class RowStore:
         if absent and purpose is not Purpose.READ and not waits:
             created, absent = self._create(keys, rows, absent, purpose)
             dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
-        elif self._use is not None and purpose is not Purpose.READ:
+        elif self._use is not None and purpose not in (Purpose.READ, Purpose.DRAFT):
             for each in self.watchers:
                 each.used(rows)
             self._use.touch(rows, self._clock)
+        if purpose is Purpose.DRAFT:
+            self.drafted, created = created, 0
         self.created += created
         return Taken(rows, created, dropped)
 
@@ -258,40 +267,44 @@ class RowStore:
     def _create(self, keys: Keys, rows: Keys, absent: int, purpose: Purpose) -> tuple[int, int]:
         """Rows for the keys that have none. How many were made, how many keys still have none.
 
-        All memory is taken before anything is changed.
+        All memory is taken before anything is changed; a DRAFT ends there, with how many it would
+        make.
         """
         kernels = index_kernels()
+        pushes = purpose in (Purpose.PUSH, Purpose.DRAFT)
         try:
             which, fresh, chains = self._spare(keys.size, absent, 2 * absent)
             chains[:] = 0
             count = kernels.distinct(keys, rows, chains, fresh, which, self._index.secret)
             fresh = fresh[:count]
             admitted = None
-            counted = fresh
-            if self._candidates is not None and purpose in (Purpose.PUSH, Purpose.DRAFT):
+            if self._candidates is not None and pushes:
                 admitted = self._candidates.admitted(fresh)
-                counted = fresh if purpose is Purpose.PUSH else fresh[admitted]
             wanted = fresh if admitted is None else fresh[admitted]
-            over = self._over(wanted.size, rows)
-            self._reserve(wanted.size, over)
+            held = 0 if pushes or self.options.lru is not None else self.held
+            over = self._over(wanted.size, rows, held)
+            self._reserve(wanted.size + held, over)
             if self._candidates is not None and admitted is not None:
                 self._candidates.reserve(fresh)
         except MemoryError:
             raise self._no_memory(absent) from None
-        if self._use is not None:
-            for each in self.watchers:
-                each.used(rows)
-            self._use.touch(rows, self._clock)
-            self._evict(self._use.oldest(over))
-        if self._candidates is not None and admitted is not None:
-            known = admitted if counted is fresh else np.ones(counted.size, np.bool_)
-            self._candidates.count(counted, known)
-        made = self._new_rows(wanted)
+        if purpose is Purpose.DRAFT:
+            made = np.full(wanted.size, TO_COME, np.int64)
+        else:
+            if self._use is not None:
+                for each in self.watchers:
+                    each.used(rows)
+                self._use.touch(rows, self._clock)
+                self._evict(self._use.oldest(over))
+            if self._candidates is not None and admitted is not None:
+                self._candidates.count(fresh, admitted)
+            made = self._new_rows(wanted)
         if admitted is not None:
             every = np.full(fresh.size, -1, np.int64)
             every[admitted] = made
             made = every
-        return wanted.size, int(kernels.give_rows(which, made, rows))
+        absent = int(kernels.give_rows(which, made, rows))
+        return wanted.size, absent if purpose is not Purpose.DRAFT else int((rows == -1).sum())
 
     def _spare(self, *sizes: int) -> list[Keys]:
         """Arrays of these sizes, until the next request: pages that are new each time cost more."""
@@ -300,17 +313,20 @@ class RowStore:
         ends = np.cumsum(sizes).tolist()
         return [self._scratch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _over(self, more: int, rows: Keys) -> int:
+    def _over(self, more: int, rows: Keys, held: int) -> int:
         """How many rows have to go for `more` rows, besides those past their TTL and `rows`.
 
+        Args:
+            held: rows that are to have room besides.
         Raises:
             TableFull: that cannot be.
         """
-        over = len(self) + more - self.rows_max
+        limit = self.rows_max - held
+        over = len(self) + more - limit
         if more and over > 0:
             if self._use is not None and self._ttl is not None:
                 self._evict(self._use.oldest(over, self._clock - self._ttl))
-                over = len(self) + more - self.rows_max
+                over = len(self) + more - limit
             if over > 0 and self.options.lru is None:
                 raise self._full(more, more)
             if over > 0 and more + rows.size > self.rows_max:  # else they fit, however they repeat
@@ -421,6 +437,19 @@ class RowStore:
         if absent:
             kernels.gather_initial(*self._drawing, keys, rows, layout.half, at, out)
 
+    def drafts(self, rows: Keys, keys: Keys) -> RowView:
+        """Copies of rows as a DRAFT of `keys` gave them, none of them -1: a rule may write there.
+        Those that are to come are as they would begin."""
+        raw = np.empty((rows.size, self.layout.words), np.float32)
+        words, slots = raw.view(np.uint32), np.arange(rows.size)
+        self.raw(rows, raw)
+        fresh = np.flatnonzero(rows < 0)
+        row_kernels().fill(
+            *self._drawing, raw, words, self.layout.half,
+            self._state, keys[fresh], fresh, np.empty(rows.size, np.int64),
+        )  # fmt: skip
+        return RowView(raw, words, self.layout, slots, keys, self.stream)
+
     def read_state(self, rows: Keys) -> tuple[Floats, Counts | None]:
         """The rule's state [n, state_words] of rows, none of them -1, and their update counts."""
         begin = self.layout.value_words
@@ -471,7 +500,8 @@ class RowStore:
         return found
 
     def raw(self, rows: Keys, out: Floats) -> None:
-        """Write rows, none of them -1, as they lie in memory to `out`, [n, layout.words]."""
+        """Write rows as they lie in memory to `out`, [n, layout.words]; nothing where one is below
+        0."""
         row_kernels().gather(self._rows.array, rows, self.layout.words, EVERYWHERE, out)
 
     def write_raw(self, rows: Keys, raw: Floats) -> None:

@@ -49,7 +49,8 @@ def contents(store: RowStore) -> dict[int, tuple[bytes, bytes, int]]:
         values = np.empty((keys.size, store.layout.dim), np.float32)
         store.read(rows, keys, values)
         state, counts = store.read_state(rows)
-        assert counts is not None
+        if counts is None:
+            counts = np.zeros(keys.size, np.uint32)
         for i, key in enumerate(keys.tolist()):
             assert key not in found
             found[key] = (values[i].tobytes(), state[i].tobytes(), int(counts[i]))
@@ -94,7 +95,10 @@ class Model:
         if self.count > 1 and pushes:
             counted = new
             new = [key for key in counted if self.pushes.get(key, 0) + 1 >= self.count]
-            counted = counted if purpose is Purpose.PUSH else new
+        if purpose is Purpose.DRAFT:
+            has = [key in self.used or key in new for key in keys]
+            self.dropped += has.count(False)
+            return has
         known = [key for key in dict.fromkeys(keys) if key in self.used]
         least = len(new) + len(known)
         for key in counted:

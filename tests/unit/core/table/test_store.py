@@ -16,11 +16,12 @@ from paramserve.core.table import index as index_module
 from paramserve.core.table import memory
 from paramserve.core.table import store as store_module
 from paramserve.core.table.options import LRU, TTL, MinCount, Normal, TableOptions, Zeros
-from paramserve.core.table.store import Purpose, RowStore
+from paramserve.core.table.store import TO_COME, Purpose, RowStore
 from paramserve.errors import TableFull
 from paramserve.rules.layout import RowLayout
 
 READ, PULL, PUSH, PUT = Purpose.READ, Purpose.PULL, Purpose.PUSH, Purpose.PUT
+DRAFT = Purpose.DRAFT
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 REQUESTS = st.lists(
     st.tuples(
@@ -71,7 +72,7 @@ def test_rows_are_those_of_a_dict(
             expected = model.take(keys, clock, purpose)
             taken = store.take(keys_of(keys), clock, purpose)
             dropped += taken.dropped
-            assert [row >= 0 for row in taken.rows.tolist()] == expected
+            assert [row != -1 for row in taken.rows.tolist()] == expected
             rows = {k: r for k, r in zip(keys, taken.rows.tolist(), strict=True) if r >= 0}
             assert len(set(rows.values())) == len(rows)
             assert all(
@@ -447,3 +448,52 @@ def test_growth_of_the_memory_keeps_all_rows() -> None:
 def test_state_of_another_width_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="state"):
         RowStore(RowLayout(2, "float32", (2,)), STATE, TableOptions(Zeros()), 1)
+
+
+def test_draft_shows_what_a_push_would_do_and_leaves_rows_use_and_counts() -> None:
+    def used() -> RowStore:
+        store = store_of(limits(2, 5, 4))
+        store.take(keys_of([1, 2, 3, 4]), 0, PUT)
+        store.take(keys_of([7, 8]), 1, PUSH)  # once: one more admits them
+        return store
+
+    store, other = used(), used()
+    before = (contents(store), store.created, store.evicted)
+    for _ in range(3):
+        drafted = store.take(keys_of([1, 7, 9, 8]), 1, DRAFT)
+    assert (drafted.rows.tolist()[1:], drafted.created) == ([TO_COME, -1, TO_COME], 0)
+    assert (drafted.dropped, store.drafted) == (1, 2)
+    assert (contents(store), store.created, store.evicted) == before
+    for each in (store, other):
+        pushed = each.take(keys_of([1, 7, 9, 8]), 1, PUSH)
+        assert (pushed.created, pushed.dropped, each.evicted) == (2, 1, 2)
+        assert each.take(keys_of([9]), 1, PUSH).created == 1, "counted once"
+    assert contents(store) == contents(other)
+
+
+def test_room_that_is_held_is_for_the_push_that_it_is_held_for() -> None:
+    store = store_of(limits(1, None, None, 60_000))
+    most = filled(store)
+    room = store.rows_max - most
+    new = np.arange(-room, 0)
+    store.take(new, 0, DRAFT)
+    store.held = store.drafted
+    for purpose in (PULL, PUT):
+        with pytest.raises(TableFull):
+            store.take(keys_of([1 << 40]), 0, purpose)
+    assert store.take(new, 0, PUSH).created == room
+
+
+def test_drafts_are_copies_of_rows_and_of_rows_as_they_begin() -> None:
+    store = store_of()
+    store.take(keys_of([5]), 0, PUT)
+    change(store, [5], 2.0)
+    keys = keys_of([6, 5])
+    view = store.drafts(store.take(keys, 0, DRAFT).rows, keys)
+    before = contents(store)
+    rows = store.take(keys, 0, PUT).rows
+    lying = np.empty_like(view.floats)
+    store.raw(rows, lying)
+    assert view.floats.tobytes() == lying.tobytes()
+    view.floats[:] = 1.0
+    assert contents(store)[5] == before[5]
