@@ -35,7 +35,7 @@ def rows_of(table: Table) -> dict[int, tuple[bytes, bytes, int]]:
     return {
         int(key): (values.tobytes(), state.tobytes(), int(count))
         for each in table.scan(state=True)
-        for key, values, state, count in zip(*each, strict=True)
+        for key, values, state, count in zip(*each[:4], strict=True)
     }
 
 

@@ -610,6 +610,7 @@ def test_tools_read_what_servers_have_written(
     client.define({"w": weights, "b": np.zeros(3, np.float32)}, rule=Adam(), group="model")
     tables = {"plain": client.table("plain", dim=DIM, **TABLES["plain"])}
     tables["half"] = client.table("half", dim=DIM, **TABLES["half"])
+    tables["ttl"] = client.table("ttl", dim=DIM, **TABLES["ttl"])
     words = client.table("words", dim=2, rule=SGD(lr=1.0), labels=True)
     client.table("no rows", dim=2, rule=Adagrad(lr=0.1))
     for number in range(2):
@@ -618,6 +619,7 @@ def test_tools_read_what_servers_have_written(
         for table in tables.values():
             ids = np.arange(number * 10, number * 10 + 20)
             table.push(ids, np.random.default_rng(number).normal(size=(20, DIM)))
+        client.tick(group="ttl")
         client.push("w", weights)
         client.pull(["w"])
         made = taken(cluster)
@@ -641,5 +643,7 @@ def test_tools_read_what_servers_have_written(
             parquet.read_table(each).sort_by("key") for each in (tmp_path / "t" / path.name, path)
         )
         assert told.equals(wanted, check_metadata=True), table.name
+    idle = parquet.read_table(tmp_path / "t" / "ttl.parquet").column("idle_clocks").to_pylist()
+    assert sorted(idle) == [1] * 20 + [2] * 10
     labels = parquet.read_table(tmp_path / "t" / "words.parquet").column("label").to_pylist()
     assert sorted(labels) == ["", "", "both", "word 0", "word 1"]

@@ -38,7 +38,7 @@ def ones(n: int, dim: int = DIM) -> np.ndarray:
 def whole(table: Table, rows: int = 65_536) -> tuple[np.ndarray, ...]:
     """Keys, values, state and counts, in the order of the keys."""
     parts = list(table.scan(rows, state=True))
-    arrays = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    arrays = [np.concatenate(each) for each in list(zip(*parts, strict=True))[:4]]
     order = np.argsort(arrays[0])
     return tuple(each[order] for each in arrays)
 

@@ -81,6 +81,57 @@ def test_to_arrow_with_state_has_its_width_and_the_counts(
         assert (values, state, row["count"]) == found[row["key"]]
 
 
+def test_last_use_goes_to_a_file_and_on_from_where_it_was(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """Also where the clock begins at 0 again, and the rows in the file are in no order."""
+    options: dict[str, Any] = {"evict": ps.TTL(4), "rule": ps.Adagrad(lr=0.1)}
+
+    def day(servers: int) -> ps.Table:
+        made: ps.Table = (
+            make_cluster(servers=servers, workers=1).client(0).table("users", 5, **options)
+        )
+        return made
+
+    def tick(table: ps.Table, clocks: int) -> None:
+        for _ in range(clocks):
+            table.client.tick("users").result()
+
+    def keys(table: ps.Table) -> list[int]:
+        return np.flatnonzero(table.contains(range(4))).tolist()
+
+    first, path = day(2), tmp_path / "users.parquet"
+    for key in (3, 1, 2, 0):
+        first.push([key], np.ones((1, 5), np.float32)).result()
+        tick(first, 2)
+    first.to_parquet(path, state=True)
+    read = first.to_arrow(state=True)
+    assert read.column_names == ["key", "value", "state", "count", "idle_clocks"]
+    idle = dict(zip(read["key"].to_pylist(), read["idle_clocks"].to_pylist(), strict=True))
+    assert idle == {0: 2, 2: 4, 1: 6, 3: 8}, "of all that no request has removed yet"
+    second = day(3)
+    second.from_parquet(path)
+    assert keys(second) == [0, 2]
+    tick(second, 1)
+    assert keys(second) == [0]
+    second.put([0], np.ones((1, 5), np.float32), idle=[3])
+    tick(second, 1)
+    assert keys(second) == [0]
+    tick(second, 1)
+    assert keys(second) == []
+    third = day(1)
+    third.from_arrow(read.drop_columns(["idle_clocks"]))
+    assert keys(third) == [0, 1, 2, 3], "as of files of before: they are used now"
+    plain = make_cluster().client().table("plain", 5, rule=options["rule"])
+    plain.from_arrow(read)
+    assert "idle_clocks" not in plain.to_arrow(state=True).column_names
+    for wrong in ([1.0], [1, 2]):
+        with pytest.raises(ps.errors.ShapeMismatch, match="idle"):
+            third.put([0], np.ones((1, 5), np.float32), idle=wrong)
+    with pytest.raises(ValueError, match="below 0"):
+        third.put([0], np.ones((1, 5), np.float32), idle=[-1])
+
+
 def test_export_of_an_empty_table_is_taken_back(make_cluster: MakeCluster, tmp_path: Path) -> None:
     table = table_of(make_cluster(servers=2))
     assert table.to_parquet(tmp_path / "none.parquet", state=True) == 0

@@ -206,7 +206,7 @@ def test_hyper_that_the_rule_refuses_leaves_the_synchronous_clock_as_it_was(
 def test_scan_and_put_refuse_numbers_and_states_that_do_not_fit(two: RoleCluster) -> None:
     table = users(two.client(), rule=Adam(lr=0.1))
     table.push([1], ones(1)).result()
-    before = [tuple(map(np.ndarray.tolist, part)) for part in table.scan(state=True)]
+    before = [tuple(map(np.ndarray.tolist, part[:4])) for part in table.scan(state=True)]
     refused(lambda: next(table.scan(0)), ValueError, "rows must be at least 1, not 0")
     for state, counts in ((ones(1, 3), [1]), (ones(2, 2 * DIM), [1]), (ones(1, 2 * DIM), [1, 2])):
         refused(
@@ -216,7 +216,7 @@ def test_scan_and_put_refuse_numbers_and_states_that_do_not_fit(two: RoleCluster
             f"expected [1, {2 * DIM}]",
         )
     refused(lambda: table.put([1], ones(1), ones(1, 2 * DIM)), ValueError, "come together")
-    assert [tuple(map(np.ndarray.tolist, part)) for part in table.scan(state=True)] == before
+    assert [tuple(map(np.ndarray.tolist, part[:4])) for part in table.scan(state=True)] == before
 
 
 def test_step_that_names_a_table_twice_is_refused(table: Table) -> None:

@@ -7,6 +7,8 @@ row is, is the servers' business (`Table.scan`, `Table.put`); this says how it l
     value  fixed_size_list<float32>[dim]
     state  fixed_size_list<float32>[width], if asked for and the rule has any
     count  uint32, updates of the row, if the state was asked for; 0 where the rule counts none
+    idle_clocks  uint32, clocks since the row was last used, if the state was asked for and the
+           table lets rows go
     label  string, what the key was made of, if the table keeps labels; empty where it is not known
 
 Taken over are also strings as keys, columns of other integers and floats, and rows that are lists
@@ -61,6 +63,9 @@ FORMAT = 1
 METADATA = b"paramserve"
 """Key of the schema's metadata: JSON with the format, and the table's name, dim, dtype, seed and
 rule."""
+IDLE = "idle_clocks"
+IDLE_MAX = (1 << 32) - 1
+"""What is longer ago is written as this."""
 PART_BYTES = 8 << 20
 """Of rows that are read, written or checked at once."""
 ROWS_MAX = 65_536
@@ -80,11 +85,12 @@ class Told(Struct):
     rule: RuleSpec
 
 
-def schema_of(block: BlockSpec, width: int, *, labels: bool = False) -> Any:
+def schema_of(block: BlockSpec, width: int, *, idle: bool = False, labels: bool = False) -> Any:
     """The columns of a table.
 
     Args:
         width: of the state; -1: without it.
+        idle: whether to have the clocks since the rows were last used.
         labels: whether to have those of its keys as well.
     """
     pa = pyarrow()
@@ -99,6 +105,8 @@ def schema_of(block: BlockSpec, width: int, *, labels: bool = False) -> Any:
     if width >= 0:
         columns.append(("count", pa.uint32()))
     told = Told(FORMAT, block.group_name, dim, spec.dtype, spec.seed, rule)
+    if idle:
+        columns.append((IDLE, pa.uint32()))
     if labels:
         columns.append(("label", pa.string()))
     fields = [pa.field(name, kind, nullable=False) for name, kind in columns]
@@ -120,6 +128,8 @@ def batch_of(schema: Any, found: Records, width: int, labels: list[str] | None =
         columns.append(_list_array(pa, found.state))
     if width >= 0:
         columns.append(pa.array(found.counts))
+    if found.idle is not None:
+        columns.append(pa.array(np.minimum(found.idle, IDLE_MAX).astype(np.uint32)))
     if labels is not None:
         columns.append(pa.array(labels, pa.string()))
     return pa.record_batch(columns, schema=schema)
@@ -161,7 +171,8 @@ def to_parquet(
 
 
 def _schema_of(table: Table, width: int) -> Any:
-    return schema_of(table.block.spec, width, labels=table.known_labels() is not None)
+    idle = width >= 0 and table.evicts
+    return schema_of(table.block.spec, width, idle=idle, labels=table.known_labels() is not None)
 
 
 @contextlib.contextmanager
@@ -401,6 +412,10 @@ class Taking:
             self.columns += ("label",)
         elif told is not None and "label" in schema.names:
             raise _without_labels(table, told, path)
+        self._idle = table.evicts and IDLE in schema.names
+        if self._idle:
+            self._column(IDLE, _is_integer, "integers")
+            self.columns += (IDLE,)
         if self.width >= 0:
             self._check_rule(told)
             self._column("count", _is_integer, "integers")
@@ -463,8 +478,9 @@ class Taking:
         if values.dtype.kind == "f":
             self._check_finite(keys, values)
         values = values.view(FLOAT32)
+        idle = self._integers(part, IDLE, np.uint32) if self._idle else None
         if self.width < 0:
-            return Records(keys, values)
+            return Records(keys, values, idle=idle)
         counts = self._integers(part, "count", np.uint32).astype(np.uint32)
         state = np.empty((keys.size, 0), np.float32)
         if self.width:
@@ -472,7 +488,7 @@ class Taking:
         if np.isnan(state).any():
             key = int(keys[np.isnan(state).any(1)][0])
             raise self._non_finite(f"the state of key {key} holds NaN")
-        return Records(keys, values, state, counts)
+        return Records(keys, values, state, counts, idle)
 
     # --- schema ----------------------------------------------------------------------------------
 

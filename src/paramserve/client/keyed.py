@@ -353,7 +353,7 @@ class Keyed:
         return [found[shard.number] for shard in self._exchange.shards]
 
     def scan(
-        self, block: Block, rows: int, width: int, timeout_s: float | None
+        self, block: Block, rows: int, width: int, idle: bool, timeout_s: float | None
     ) -> Iterator[Records]:
         """Whole rows, shard by shard; see `Table.scan`."""
         # Memory is taken for a whole part: not for more rows than there are.
@@ -362,27 +362,28 @@ class Keyed:
         for shard in range(len(self._exchange.shards)):
             cursor = 0
             while cursor >= 0:
-                records, cursor = self._scan_part(block, shard, cursor, rows, width, timeout_s)
+                asked = Scan(0, block.id, cursor, rows, width, 0, 0, idle)
+                records, cursor = self._scan_part(block, shard, asked, timeout_s)
                 if records.keys.size:
                     yield records
 
     def _scan_part(
-        self, block: Block, shard: int, cursor: int, rows: int, width: int, timeout_s: float | None
+        self, block: Block, shard: int, asked: Scan, timeout_s: float | None
     ) -> tuple[Records, int]:
         self._connection.check()
         assert block.table is not None
-        kept, dim = (width if width >= 0 else None), block.table.dim
+        shape = (asked.rows, block.table.dim, asked.width if asked.width >= 0 else None)
         with self._lock:
-            slot = self._exchange.take(class_bytes(records_bytes(rows, dim, kept)))
+            slot = self._exchange.take(class_bytes(records_bytes(*shape, asked.idle)))
+            asked = structs.replace(asked, arena=slot.arena, offset=slot.offset)
+            others = structs.replace(asked, rows=0)
             requests: list[ShardRequest] = [
-                Scan(0, block.id, cursor, rows if each == shard else 0, width, slot.arena, at)
-                for each, at in enumerate([slot.offset] * len(self._exchange.shards))
+                asked if each == shard else others for each in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
             found, after = done(operation)[shard].counts
             # The slot may be given out again when the lock is released.
-            lying = records_at(slot.bytes, 0, rows, dim, kept)
-            return lying.first(found), after
+            return records_at(slot.bytes, 0, *shape, asked.idle).first(found), after
 
     def put(self, block: Block, records: Records, timeout_s: float | None) -> None:
         """Overwrite or create whole rows; see `Table.put`."""
@@ -390,23 +391,24 @@ class Keyed:
         assert block.table is not None
         dim = block.table.dim
         width = -1 if records.state is None else records.state.shape[1]
-        kept = width if width >= 0 else None
+        kept, idle = (width if width >= 0 else None), records.idle is not None
         shards = len(self._exchange.shards)
         owner = shard_of(records.keys, shards)
         with self._lock:
             counts = [int((owner == shard).sum()) for shard in range(shards)]
-            sizes = [records_bytes(count, dim, kept) for count in counts]
+            sizes = [records_bytes(count, dim, kept, idle) for count in counts]
             slot = self._exchange.take(class_bytes(sum(sizes)))
             self.reads.wrote(block, records.keys)
             requests: list[ShardRequest] = []
             offset = 0
             for shard, count in enumerate(counts):
-                into = records_at(slot.bytes, offset, count, dim, kept)
+                into = records_at(slot.bytes, offset, count, dim, kept, idle)
                 chosen = np.flatnonzero(owner == shard)
                 for target, source in zip(into, records, strict=True):
                     if target is not None and source is not None:
                         target[...] = source[chosen]
-                requests.append(Put(0, block.id, count, width, slot.arena, slot.offset + offset))
+                at = slot.offset + offset
+                requests.append(Put(0, block.id, count, width, slot.arena, at, idle))
                 offset += sizes[shard]
             self._steps.finish("assign", requests, timeout_s, [slot])
 

@@ -175,7 +175,7 @@ class Payloads:
         block = self._blocks[message.block]
         assert block.table is not None
         width = message.width if message.width >= 0 else None
-        end = message.offset + records_bytes(message.rows, block.table.dim, width)
+        end = message.offset + records_bytes(message.rows, block.table.dim, width, message.idle)
         return self._arenas[message.arena].memory[message.offset : end]
 
     def _part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:

@@ -17,6 +17,7 @@ from paramserve.client.row_cache import CacheReport
 from paramserve.client.string_keys import READ_AS_STRINGS, hashed
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
+from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, check_records
 from paramserve.errors import ShapeMismatch, warn_user
 from paramserve.messages import TableReport
@@ -70,6 +71,7 @@ class Table:
         dim: values of a row.
         wide: the numpy dtype of its values where they count in 64 bits; None: float32.
         client: that it was got from.
+        evicts: whether it lets rows go (`evict=`), and so knows when each was last used.
     """
 
     def __init__(self, client: Any, keyed: Keyed, block: Block) -> None:
@@ -83,6 +85,7 @@ class Table:
         self._reads = keyed.reads
         self._labels: Labels | None = None
         self._sought_labels = False
+        self.evicts = TableOptions.from_spec(block.table.options).evict is not None
         self._unasked = block.table.labels > 0
         """Whether keys of this client have yet to be compared with the labels."""
 
@@ -307,15 +310,17 @@ class Table:
 
         Args:
             rows: at most in one part, at least 1.
-            state: read the rule's state and the update counts as well.
+            state: read the rule's state and the update counts as well, and of a table with `evict`
+                for how many clocks each row has not been used.
         Yields:
             Records(keys int64 [n], values float32 [n, dim], state float32 [n, width] | None,
-            counts uint32 [n] | None), yours to keep.
+            counts uint32 [n] | None, idle int64 [n] | None), yours to keep.
         """
         if rows < 1:
             raise ValueError(f"rows must be at least 1, not {rows}")
         width = self.reports()[0].width if state else -1
-        for each in self._keyed.scan(self.block, rows, width, timeout_s):
+        idle = state and self.evicts
+        for each in self._keyed.scan(self.block, rows, width, idle, timeout_s):
             if self.wide is not None:
                 each = each._replace(values=each.values.view(self.wide))
             yield each
@@ -327,6 +332,7 @@ class Table:
         state: npt.ArrayLike | None = None,
         counts: npt.ArrayLike | None = None,
         *,
+        idle: npt.ArrayLike | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Overwrite rows, or create them; returns when they are in place on all servers.
@@ -338,6 +344,8 @@ class Table:
                 is taken as it is: of a sum of squares below 0 a rule makes NaN. None: that of rows
                 which are there stays, and new ones begin with that of a new row.
             counts: updates of each row, [keys].
+            idle: clocks since each row was last used, [keys], as `scan` has read it; those past the
+                table's `ps.TTL` are left out. None: they are used now.
         Raises:
             As `push`. NonFinite: a value, or one that is too large for 16-bit rows, or the state,
                 with its key; nothing was applied. TableFull: some servers may have taken their
@@ -358,6 +366,8 @@ class Table:
                     fix="give what scan(state=True) of a table with the same rule gave",
                 )
             records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
+        if idle is not None:
+            records = records._replace(idle=_clocks(idle, flat.size, self.name))
         check_records(records, self.block.spec)
         self._keyed.put(self.block, records, timeout_s)
 
@@ -406,12 +416,13 @@ class Table:
 
         Columns: `key` int64, `value` fixed_size_list<float32>[dim]; with the state also `state`
         fixed_size_list<float32>[width] (if the rule has any) and `count` uint32, updates of the
-        row. The schema's metadata say the table's name, dim, dtype, seed and rule, as JSON under
+        row; of a table with `evict` also `idle_clocks` uint32, clocks since the row was last used.
+        The schema's metadata say the table's name, dim, dtype, seed and rule, as JSON under
         "paramserve". As for `scan`, rows that are changed meanwhile may be there as they were
         before or after.
 
         Args:
-            state: the rule's state and the update counts as well, to go on training from.
+            state: what training goes on from: the rule's state, update counts and last use as well.
             timeout_s: of each part.
         Raises:
             ParamServeError: pyarrow is not installed (`pip install 'paramserve[arrow]'`).
@@ -444,10 +455,12 @@ class Table:
                 in any order: keys of any integers, values of any floats, also in lists of no fixed
                 size; other columns are let be.
             state: take over the rule's state and update counts: None: if the columns are there;
-                False: no, so that rows which are there keep theirs; True: they have to be.
+                False: no, so that rows which are there keep theirs; True: they have to be. Where a
+                column `idle_clocks` is there, and the table has `evict`, rows were last used so
+                long ago, and those past its `ps.TTL` are left out; else they are used now.
             timeout_s: of each part.
         Returns:
-            Rows put.
+            Rows put, those past the TTL among them.
         Raises:
             TypeError: the source is something else. ValueError: a column is missing, or the state
                 is that of another rule. DefineMismatch: a table with labels was written, and this
@@ -479,3 +492,20 @@ class Table:
 
     def _putting(self, timeout_s: float | None) -> Callable[[Records], None]:
         return lambda records: self._keyed.put(self.block, records, timeout_s)
+
+
+def _clocks(idle: npt.ArrayLike, rows: int, table: str) -> Array:
+    """Clocks since rows were used, int64 [rows]."""
+    found = np.asarray(idle)
+    if found.shape != (rows,) or (rows and found.dtype.kind not in "iu"):
+        raise ShapeMismatch(
+            f"idle {list(found.shape)} of {found.dtype} came for {rows} rows of table {table!r}, "
+            f"expected integers [{rows}]",
+            fix="give what scan(state=True) gave",
+        )
+    if rows and int(found.min()) < 0:
+        raise ValueError(
+            f"idle of a row of table {table!r} is {int(found.min())}, below 0. Applied: no. "
+            "To fix: give the clocks since its last use"
+        )
+    return np.ascontiguousarray(found, np.int64)

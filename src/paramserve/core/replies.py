@@ -194,6 +194,7 @@ class Replies:
     def scan(self, state: GroupState, message: Scan, memory: Memory) -> Answer:
         """Read whole rows of a table."""
         block = _table(state.block(message.block))
+        block.clock = state.members.slowest
         payload = None
         if message.arena == 0:
             check_layout([(message.offset, 0)])

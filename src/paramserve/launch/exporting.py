@@ -14,7 +14,7 @@ from msgspec import structs
 from paramserve.checkpoint.manifest import state_path, values_path
 from paramserve.checkpoint.reader import SLICE_BYTES, Checkpoint
 from paramserve.checkpoint.rows import KEY, Columns
-from paramserve.checkpoint.shard_records import BlockRecord, shard_records
+from paramserve.checkpoint.shard_records import LAST_USE, BlockRecord, shard_records
 from paramserve.checkpoint.tensors import Tensor, layout
 from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, write_parquet
 from paramserve.client.labels import DIM, decoded
@@ -175,7 +175,8 @@ def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> i
     assert table is not None
     columns = saved.no_rows(name)
     width = columns[STATE].shape[1] if STATE in columns else 0
-    schema = schema_of(spec, width, labels=table.labels > 0)
+    clock = _clock_of(saved, spec) if LAST_USE in columns else None
+    schema = schema_of(spec, width, idle=clock is not None, labels=table.labels > 0)
     rows = part_rows(table.dim, width)
     names = saved.manifest.layers.get(name + LABELS, ()) if table.labels else ()
     nbytes = sum(saved.manifest.file(file).size for layer in names for file in layer)
@@ -189,7 +190,7 @@ def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> i
                 for start in range(0, found[KEY].size, rows):
                     part = {column: each[start : start + rows] for column, each in found.items()}
                     texts = None if labels is None else labels.of(part[KEY])
-                    yield batch_of(schema, _records(part, table.dtype), width, texts)
+                    yield batch_of(schema, _records(part, table.dtype, clock), width, texts)
                 told(_nbytes(found))
 
     return write_parquet(path, schema, batches)
@@ -224,12 +225,22 @@ def _nbytes(columns: Columns) -> int:
     return sum(each.nbytes for each in columns.values())
 
 
-def _records(part: Columns, dtype: str) -> Records:
+def _clock_of(saved: Checkpoint, spec: BlockSpec) -> int:
+    """The clock of a table, from which its TTL counts."""
+    records = shard_records(saved)
+    used = [each.clock for one in records for each in one.tables if each.spec == spec]
+    return max(
+        *used, *(each.slowest for one in records for each in one.groups if each.id == spec.group)
+    )
+
+
+def _records(part: Columns, dtype: str, clock: int | None) -> Records:
     keys, values = part[KEY], part[VALUE]
     if dtype not in WIDE:
         values = _as_float32(values, dtype)
     counts = part.get(COUNT, np.zeros(keys.size, np.uint32))
-    return Records(keys, values, part.get(STATE), counts)
+    idle = None if clock is None else np.maximum(clock - part[LAST_USE], 0)
+    return Records(keys, values, part.get(STATE), counts, idle)
 
 
 def _as_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:

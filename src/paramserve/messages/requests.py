@@ -210,7 +210,8 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
 
     At the place, one after the other and each padded to `ALIGN`: keys, int64 [rows]; values,
     float32 [rows, dim]; unless `width` is -1 also the rule's state, float32 [rows, width], and
-    update counts, uint32 [rows]. The answer's `counts`: rows found, where to go on or -1.
+    update counts, uint32 [rows]; with `idle` clocks since the last use of each, int64 [rows], 0
+    where the table does not know it. The answer's `counts`: rows found, where to go on or -1.
     """
 
     seq: int
@@ -220,11 +221,13 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     width: int
     arena: int
     offset: int
+    idle: bool = False
 
 
 class Put(Struct, frozen=True, array_like=True, tag="put"):
     """Overwrite rows of a table, or create them. What lies at the place is as for `Scan`; without
-    state, that of rows which are there stays, and new ones begin with that of a new row."""
+    state, that of rows which are there stays, and new ones begin with that of a new row. Without
+    `idle` they are used now; with it, those past the table's TTL are left out."""
 
     seq: int
     block: int
@@ -232,6 +235,7 @@ class Put(Struct, frozen=True, array_like=True, tag="put"):
     width: int
     arena: int
     offset: int
+    idle: bool = False
 
 
 class Delete(Struct, frozen=True, array_like=True, tag="delete"):

@@ -33,7 +33,7 @@ COLUMNS = {
     "value": Column("float32", (DIM,)),
     "state": Column("float32", (1,)),
     "count": Column("uint32"),
-    "last_use": Column("int64"),
+    "seen": Column("int64"),
 }
 SAVED = {"epoch": 3, "order": np.arange(7), "random": (3, (1 << 80, 2), None)}
 """What rank 0 saves."""
@@ -141,7 +141,7 @@ def sections(table: Users, shard: int, full: bool) -> dict[str, Rows]:
     if not full:
         made[REMOVED] = section({}, table.removed, shard, {})
         made[USED] = section(
-            {k: row[3:] for k, row in table.rows.items()}, table.used, shard, {"last_use": used}
+            {k: row[3:] for k, row in table.rows.items()}, table.used, shard, {"seen": used}
         )
     return made
 

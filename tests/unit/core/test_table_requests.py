@@ -388,18 +388,19 @@ def test_lru_of_a_table_is_divided_among_its_shards() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
 @pytest.mark.parametrize("width", [None, 0, 5])
+@pytest.mark.parametrize("idle", [False, True])
 def test_parts_lie_one_after_the_other_and_fill_what_is_measured(
-    rows: int, width: int | None
+    rows: int, width: int | None, idle: bool
 ) -> None:
     memory = np.zeros(1 << 14, np.uint8)
-    records = records_at(memory, 64, rows, DIM, width)
+    records = records_at(memory, 64, rows, DIM, width, idle)
     for number, each in enumerate(records):
         if each is not None:
             each[...] = number + 1
-    end = 64 + records_bytes(rows, DIM, width)
+    end = 64 + records_bytes(rows, DIM, width, idle)
     filled = np.flatnonzero(memory)
     assert not rows or (filled.min() >= 64 and filled.max() < end)
-    again = records_at(memory, 64, rows, DIM, width)
+    again = records_at(memory, 64, rows, DIM, width, idle)
     for number, each in enumerate(again):
         assert each is None or (each == number + 1).all()
     assert records_bytes(rows, DIM, None) == gradient_bytes(rows, DIM)

@@ -430,7 +430,7 @@ class KeyedBlock(ShardStorage):
 
     def records_bytes(self, message: Scan | Put) -> int:
         """Of as many whole rows as a request names."""
-        return parts.records_bytes(message.rows, self.dim, self._width(message))
+        return parts.records_bytes(message.rows, self.dim, self._width(message), message.idle)
 
     def records(self, memory: Array | None, message: Scan | Put, offset: int) -> Records:
         """The whole rows that lie in a request's memory.
@@ -441,7 +441,7 @@ class KeyedBlock(ShardStorage):
         nbytes, width = self.records_bytes(message), self._width(message)
         of = f" whole rows of table {self.names}"
         whole = parts.within(memory, offset, nbytes, "", message.rows, of)
-        return parts.records_at(whole, offset, message.rows, self.dim, width)
+        return parts.records_at(whole, offset, message.rows, self.dim, width, message.idle)
 
     def scan(self, message: Scan, into: Records) -> tuple[int, int]:
         """Leave rows from the cursor on in `into`; how many, and where to go on or -1."""
@@ -455,10 +455,13 @@ class KeyedBlock(ShardStorage):
             state, counts = self.store.read_state(rows)
             into.state[:found] = state
             into.counts[:found] = 0 if counts is None else counts
+        if into.idle is not None:
+            into.idle[:found] = self.store.idle(rows, self.clock)
         return found, after
 
     def put(self, given: Records) -> None:
-        """Overwrite rows, or create them.
+        """Overwrite rows, or create them; but not those that were last used before what the TTL
+        allows.
 
         Raises:
             NonFinite: they hold what the table's rows cannot hold. TableFull: there is no room for
@@ -467,8 +470,12 @@ class KeyedBlock(ShardStorage):
         if not given.keys.size:
             return
         parts.check_records(given, self.spec)
+        if given.idle is not None and self.store.is_past(given.idle).any():
+            given = given.at(~self.store.is_past(given.idle))
         taken = self.store.take(given.keys, self.clock, Purpose.PUT)
         self.store.write(taken.rows, given.values, given.state, given.counts)
+        if given.idle is not None:
+            self.store.set_idle(taken.rows, given.idle)
 
     # --- which rows are there --------------------------------------------------------------------
 

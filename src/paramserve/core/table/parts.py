@@ -45,16 +45,23 @@ class Records(NamedTuple):
     """float32 [n, width]: the rule's state arrays side by side."""
     counts: Array | None = None
     """uint32 [n]: updates of each row."""
+    idle: Array | None = None
+    """int64 [n]: clocks since each row was last used."""
 
     def first(self, rows: int) -> Records:
         """Copies of the first of them."""
-        state, counts = self.state, self.counts
+        _, _, state, counts, idle = self
         return Records(
             self.keys[:rows].copy(),
             self.values[:rows].copy(),
             None if state is None else state[:rows].copy(),
             None if counts is None else counts[:rows].copy(),
+            None if idle is None else idle[:rows].copy(),
         )
+
+    def at(self, places: Array) -> Records:
+        """Some of them, by their numbers or by whether."""
+        return Records(*(None if each is None else each[places] for each in self))  # type: ignore[arg-type]
 
 
 def check_records(records: Records, table: BlockSpec) -> None:
@@ -68,7 +75,7 @@ def check_records(records: Records, table: BlockSpec) -> None:
     """
     assert table.table is not None
     assert table.rule is not None
-    keys, values, state, _ = records
+    keys, values, state = records[:3]
     name, dtype = table.group_name, table.table.dtype
     if dtype == "int64":
         return  # any bits are a number, and it has no state
@@ -113,10 +120,11 @@ def keys_bytes(rows: int) -> int:
     return (8 * rows + _LAST & -ALIGN) + (4 * rows + _LAST & -ALIGN)
 
 
-def records_bytes(rows: int, dim: int, width: int | None) -> int:
-    """Of whole rows, with `width` elements of state and the counts, or without them."""
+def records_bytes(rows: int, dim: int, width: int | None, idle: bool = False) -> int:
+    """Of whole rows, with `width` elements of state and the counts, or without them; with the
+    clocks since their last use, or without."""
     state = 0 if width is None else padded(4 * rows * width) + padded(4 * rows)
-    return gradient_bytes(rows, dim) + state
+    return gradient_bytes(rows, dim) + state + (padded(8 * rows) if idle else 0)
 
 
 def gradient_at(memory: Bytes, offset: int, rows: int, dim: int) -> RowGradient:
@@ -138,15 +146,20 @@ def keys_at(memory: Bytes, offset: int, rows: int) -> tuple[Array, Array]:
     return keys, np.frombuffer(memory, np.int32, rows, start)
 
 
-def records_at(memory: Bytes, offset: int, rows: int, dim: int, width: int | None) -> Records:
+def records_at(
+    memory: Bytes, offset: int, rows: int, dim: int, width: int | None, idle: bool = False
+) -> Records:
     """The whole rows that lie there."""
     keys, values = gradient_at(memory, offset, rows, dim)
-    if width is None:
-        return Records(keys, values)
-    cursor = offset + gradient_bytes(rows, dim)
-    state = lying(memory, np.float32, rows * width, cursor).reshape(rows, width)
-    counts = lying(memory, np.uint32, rows, cursor + padded(4 * rows * width))
-    return Records(keys, values, state, counts)
+    state = counts = None
+    if width is not None:
+        cursor = offset + gradient_bytes(rows, dim)
+        state = lying(memory, np.float32, rows * width, cursor).reshape(rows, width)
+        counts = lying(memory, np.uint32, rows, cursor + padded(4 * rows * width))
+    clocks = None
+    if idle:
+        clocks = lying(memory, np.int64, rows, offset + records_bytes(rows, dim, width))
+    return Records(keys, values, state, counts, clocks)
 
 
 def lying(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:

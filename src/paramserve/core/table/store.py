@@ -555,6 +555,22 @@ class RowStore:
             raise self._no_memory(keys.size) from None
         return self._new_rows(keys)
 
+    def idle(self, rows: Keys, clock: int) -> Keys:
+        """For how many clocks rows, none of them -1, are idle at a clock; 0: it is not known."""
+        if self._use is None:
+            return np.zeros(rows.size, np.int64)
+        return np.maximum(max(self._clock, clock) - clocks_of(self._use.numbers(rows)), 0)
+
+    def is_past(self, idle: Keys) -> npt.NDArray[np.bool_]:
+        """Whether rows that were used last so many clocks ago are past the TTL."""
+        return idle > (EVER if self._ttl is None else self._ttl)
+
+    def set_idle(self, rows: Keys, idle: Keys) -> None:
+        """Say of rows that were just taken, none of them -1, for how many clocks they are idle."""
+        if self._use is not None:
+            late = np.flatnonzero(idle > 0)
+            self._use.date(rows[late], self._clock - np.minimum(idle[late], CLOCK_MAX))
+
     def set_uses(self, keys: Keys, clocks: Keys) -> None:
         """Say when the rows of all keys were used last, that first whose use is longest ago."""
         if self._use is not None:
@@ -609,7 +625,8 @@ class UseOrder:
     """The rows of a table in the order of their last use. Within a request: that of its keys.
 
     Each use has a number, which is higher than those before and has the clock in its upper bits. So
-    a row's number says all about its place in the order, without the other rows.
+    a row's number says all about its place in the order, without the other rows. Rows that are
+    given an older one stay where they are in the list until the order of such rows matters.
     """
 
     row_bytes = 24
@@ -619,6 +636,11 @@ class UseOrder:
         self._ends = np.full(2, -1, np.int64)
         self._next = 1
         """The least number of the next use."""
+        self._rows = 0
+        self._dated = 0
+        """Rows that were given an older number."""
+        self._astray = EVER
+        """The least number of a row that may not be in its place in the list."""
 
     def reserve(self, rows: int) -> None:
         """Have room for row numbers below `rows`."""
@@ -628,7 +650,30 @@ class UseOrder:
         """Put new rows in front."""
         first = max(self._next, clock << USES_OF_A_CLOCK)
         self._next = first + rows.size
+        self._rows += rows.size
         use_kernels().add(self._links.array, self._ends, rows, first)
+
+    def date(self, rows: Keys, clocks: Keys) -> None:
+        """Say that rows were used last at these clocks, all before the present one."""
+        if rows.size:
+            half = 1 << USES_OF_A_CLOCK - 1  # of a clock's numbers, behind those that uses get
+            place = half + (self._dated + np.arange(rows.size)) % half
+            numbers = (clocks << USES_OF_A_CLOCK) + place
+            self._links.array[rows, 2] = numbers
+            self._dated += rows.size
+            self._astray = min(self._astray, int(numbers.min()))
+
+    def _sort(self) -> None:
+        """Put all rows in their places in the list."""
+        rows = np.empty(self._rows, np.int64)
+        use_kernels().oldest(self._links.array, self._ends, EVER, rows)
+        numbers = self._links.array[rows, 2]
+        order = np.argsort(numbers, kind="stable")
+        rows, numbers = rows[order], numbers[order]
+        self._ends[:] = -1
+        use_kernels().add(self._links.array, self._ends, rows, 0)
+        self._links.array[rows, 2] = numbers
+        self._astray = EVER
 
     def touch(self, rows: Keys, clock: int) -> None:
         """Move rows to the front; -1 is left out."""
@@ -640,6 +685,8 @@ class UseOrder:
         """At most `limit` rows last used before a clock, the oldest first. They stay."""
         taken = np.empty(limit, np.int64)
         end = EVER if before is None else before << USES_OF_A_CLOCK
+        if limit and self._astray < end:
+            self._sort()
         found = use_kernels().oldest(self._links.array, self._ends, end, taken)
         return taken[:found]
 
@@ -664,4 +711,5 @@ class UseOrder:
 
     def drop(self, rows: Keys) -> None:
         """Take rows out of the order; their numbers stay until they are added again."""
+        self._rows -= rows.size
         use_kernels().drop(self._links.array, self._ends, rows)

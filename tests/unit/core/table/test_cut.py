@@ -68,6 +68,12 @@ class Training:
         if self.dice.random() < 0.1:
             self.store.delete(keys, self.clock)
             return
+        if self.dice.random() < 0.1:  # loaded from a file
+            rows = self.store.take(keys, self.clock, Purpose.PUT).rows
+            self.store.write(rows, np.full((rows.size, 3), self.dice.random(), np.float32))
+            idle = [self.dice.randint(0, 9) for _ in rows]
+            self.store.set_idle(rows, np.array(idle))
+            return
         rows = self.store.take(keys, self.clock, purpose).rows
         if purpose is Purpose.PUSH:
             there = rows >= 0
@@ -147,11 +153,9 @@ def test_increments_come_to_what_was_at_the_last_cut(name: str, seed: int) -> No
             rows.pop(key, None)
             clocks.pop(key, None)
         rows |= found.rows
-        for key, clock in found.oldest_first:
-            clocks.pop(key, None)
-            clocks[key] = clock
+        clocks |= dict(found.oldest_first)
         assert rows == before.rows
-        assert [*clocks.items()] == before.oldest_first
+        assert clocks == dict(before.oldest_first)
         assert found.waiting == before.waiting
 
 

@@ -201,6 +201,40 @@ def test_row_that_is_not_evicted_keeps_what_it_has() -> None:
     assert contents(store)[1] == mine
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("limit", ["ttl", "lru", "both"])
+def test_rows_go_in_the_order_of_the_last_use_that_they_were_given(limit: str, seed: int) -> None:
+    """As a dict of last uses. Requests come at even clocks, the uses given are at odd ones."""
+    draw = np.random.default_rng(seed)
+    ttl, lru = None if limit == "lru" else 12, None if limit == "ttl" else 9
+    store, used, clock, order = store_of(limits(1, ttl, lru)), dict[int, tuple[int, int]](), 0, 0
+    for _ in range(60):
+        clock += 2 * int(draw.integers(2))
+        keys = draw.choice(20, draw.integers(1, 5), replace=False)
+        dated = draw.random() < 0.5
+        idle = 2 * draw.integers(0, 8, keys.size) + 1 if dated else np.zeros(keys.size, np.int64)
+        if dated:
+            keys, idle = keys[~store.is_past(idle)], idle[~store.is_past(idle)]
+        if not keys.size:
+            continue
+        used = {k: at for k, at in used.items() if ttl is None or at[0] >= clock - ttl}
+        for key in keys.tolist():
+            if key in used:
+                used[key] = clock, (order := order + 1)
+        new = [key for key in keys.tolist() if key not in used]
+        over = len(used) + len(new) - (lru or 99) if new else 0
+        for key in sorted(used, key=used.__getitem__)[: max(over, 0)]:
+            del used[key]
+        for key, ago in zip(keys.tolist(), idle.tolist(), strict=True):
+            if dated or key in new:
+                used[key] = clock - ago, (order := order + 1)
+        store.set_idle(store.take(keys, clock, PUT if dated else PULL).rows, idle)
+        assert contents(store).keys() == used.keys()
+        mine = np.array(list(used))
+        ages = store.idle(store.take(mine, clock, READ).rows, clock)
+        assert ages.tolist() == [clock - used[key][0] for key in mine.tolist()]
+
+
 def test_read_is_no_use() -> None:
     store = store_of(limits(1, 2, 2))
     store.take(keys_of([1, 2]), 0, PULL)
