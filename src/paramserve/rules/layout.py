@@ -51,6 +51,8 @@ class RowLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES and self.dtype not in WIDE:
             raise ValueError(f"rows hold {', '.join((*DTYPES, *WIDE))}, not {self.dtype}")
+        if self.dim % words_of(self.dtype):
+            raise ValueError(f"a {self.dtype} has two words, and a row cannot have {self.dim}")
         if min((self.dim, *self.widths)) < 1:
             raise ValueError(f"a row needs widths of at least 1, not {self.dim} and {self.widths}")
 
