@@ -58,6 +58,19 @@ class Notices:
             "done, or begin at worker.clock, as in for step in range(worker.clock, steps)"
         )
 
+    def pushes_unlike_workers(self, pushes: int) -> None:
+        """An outer `DelayedNesterov` renews its momentum after another number of pushes than there
+        are workers."""
+        workers, rank = self._client.connection.workers, self._client.rank
+        if rank or self._client.connection.incarnation > 1 or pushes in (1, workers):
+            return
+        told = (
+            f"paramserve: DelayedNesterov(pushes={pushes}) renews its momentum after {pushes} "
+            f"pushes, and the run has {workers} worker{'s' if workers > 1 else ''}: pushes="
+            f"{workers} is what its paper takes"
+        )
+        print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
     def nothing_left(self, group: str) -> None:
         """At the end of the function: say where a worker that was started again, or that goes on
         from a checkpoint, has made no step, and so has maybe printed nothing.

@@ -93,6 +93,18 @@ def test_async_local_steps_are_those_of_a_plain_program(
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("pushes", "told"), [(1, 0), (2, 0), (3, 1)])
+def test_outer_momentum_of_another_number_of_workers_is_told_once(
+    make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], pushes: int, told: int
+) -> None:
+    policy = ps.AsyncLocalSteps(EVERY, ps.DelayedNesterov(lr=0.7, pushes=pushes))
+    cluster = make_cluster(workers=2, policy=policy)
+    for rank in range(2):
+        Learner(Worker(cluster.client(rank=rank), seed=1))
+    text = "DelayedNesterov(pushes=3) renews its momentum after 3 pushes, and the run has 2 workers"
+    assert capsys.readouterr().err.count(text) == told
+
+
 def test_worker_of_async_local_steps_waits_for_nobody(make_cluster: MakeCluster) -> None:
     policy = ps.AsyncLocalSteps(2, ps.SGD(lr=1.0), drop_after=1)
     cluster = make_cluster(workers=2, policy=policy)

@@ -13,7 +13,7 @@ import io
 import pickle
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -77,6 +77,8 @@ def pack(
     _check_call(function, args, kwargs)
     args = [_fetched(f"argument {i}", each, limit_s) for i, each in enumerate(args)]
     kwargs = {n: _fetched(f"argument {n!r}", each, limit_s) for n, each in kwargs.items()}
+    _check_data([(f"argument {i}", each) for i, each in enumerate(args)])
+    _check_data([(f"argument {name!r}", each) for name, each in kwargs.items()])
     try:
         packed = _dumps((function, tuple(args), dict(kwargs)), on_ray)
     except Exception as error:
@@ -127,6 +129,20 @@ def _fetched(where: str, value: Any, limit_s: float) -> Any:
                 fix="correct the task that makes it, and submit it again",
             ) from error
     return value
+
+
+def _check_data(arguments: Iterable[tuple[str, Any]]) -> None:
+    """Refuse a `ray.data.Dataset`: each worker would execute the whole of that plan, in an order of
+    its own. Ray is not imported."""
+    plans = getattr(sys.modules.get("ray.data"), "Dataset", ())
+    for where, value in arguments:
+        if isinstance(value, plans):
+            raise TypeError(
+                f"{where} is a ray.data.{type(value).__name__}, which is a plan and not the data: "
+                "each worker would execute the whole of it. Pass a small one as a data frame, "
+                "dataset.to_pandas(); write a large one where all nodes can read it, as with "
+                "dataset.write_parquet(path), and let each worker read its part"
+            )
 
 
 def _is_ref(value: Any) -> bool:

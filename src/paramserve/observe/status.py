@@ -77,7 +77,8 @@ class SentStatus:
         sent_bytes: of the gradients, as a codec made them, by all incarnations of the worker.
         plain_bytes: of the same gradients, as they were.
         residual_norm: L2 norm of what the codec has left out and the worker adds to its next one.
-        read_bytes: of the values, as they came, by all incarnations.
+        read_bytes: of the values, as they came over links, by all incarnations. What is read in
+            shared memory is not counted, with `even_local` of the codec neither.
         read_plain_bytes: of the same values, as they are.
     """
 

@@ -22,6 +22,7 @@ from paramserve.client.pace import Pace
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout, check_unscaled
+from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -284,6 +285,8 @@ class LocalStepping(Local[StartedBlock]):
             ValueError: there are more fragments than tensors.
         """
         super().start(groups, state)
+        if isinstance(self._outer, DelayedNesterov):
+            self._worker.notices.pushes_unlike_workers(int(self._outer.pushes))
         if len(self._parts) < self._fragments:
             raise ValueError(
                 f"fragments={self._fragments} of {type(self._policy).__name__}, and "

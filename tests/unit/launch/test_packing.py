@@ -330,6 +330,22 @@ def test_pack_fetches_arguments_that_lie_in_the_object_store(ref: Any) -> None:
     assert unpack(pack(max, (1, ref), {"key": ref}))[1:] == ((1, 7), {"key": 7})
 
 
+def test_pack_refuses_a_dataset_of_ray_that_each_worker_would_execute(
+    ref: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data: Any = ModuleType("ray.data")
+    data.Dataset = type("Dataset", (), {})
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    read = type("MaterializedDataset", (data.Dataset,), {})()
+    for args, kwargs in (([1, read], {}), ([], {"rows": read})):
+        where = "argument 1" if args else "argument 'rows'"
+        with pytest.raises(TypeError, match=rf"{where} is a ray\.data\.Materialized.*to_pandas"):
+            pack(lambda *args, **kwargs: None, args, kwargs, on_ray=True)
+    monkeypatch.setattr(sys.modules["ray"], "get", lambda ref, timeout: read)
+    with pytest.raises(TypeError, match=r"argument 0 is a ray\.data"):
+        pack(max, (ref, 1), {}, on_ray=True)
+
+
 def test_pack_refuses_refs_that_workers_without_ray_cannot_read(ref: Any) -> None:
     def train(worker: object, parts: Any, whole: Any = ref, by: Any = None) -> Any:
         return ref
