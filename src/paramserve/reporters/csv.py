@@ -66,4 +66,5 @@ class CSV(Reporter):
         if self._file is not None:
             self._file.close()
             if self._new:
+                self._new = False
                 os.unlink(self.path)
