@@ -72,7 +72,6 @@ OF_OTHER_PARTS = {
         "go_on_drawing",
         "new_loader_name",
         "step_samples",
-        "steps_before",
         "tell_extra_state",
     },
     "Handle": {"of", "encode", "decode"},

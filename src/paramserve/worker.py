@@ -19,6 +19,7 @@ from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client, Connection
 from paramserve.client.collectives import Collectives, Place
+from paramserve.client.course import Course
 from paramserve.client.saving import RANDOM
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
@@ -104,6 +105,7 @@ class Worker:
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
         histories: what became of the steps of each adopted optimizer, by its name.
         passes: what loaders and samplers of one dataset have in common.
+        course: what its loops over loaders know from one pass to the next.
         looped: whether a loader was iterated over with gradients on.
         leased: the leased loader whose batches the steps take at present, if there is one.
         notices: what the user is told of a run that goes otherwise than it looks.
@@ -141,10 +143,7 @@ class Worker:
         self._random: bytes | None = None
         """Where an older incarnation's generators were; empty when no loader needs it any more,
         None: the servers were not asked."""
-        self._counted: set[str] = set()
-        """Groups that this worker stepped on when a loader asked."""
-        self._steps_before: int | None = None
-        """None: no loader has asked yet."""
+        self.course = Course(self)
 
     def __repr__(self) -> str:
         return f"Worker(rank={self.rank}, workers={self.workers})"
@@ -221,8 +220,9 @@ class Worker:
 
     @property
     def missed(self) -> int:
-        """Clocks that the others decided without this worker, as `ps.Sync(backup=)` allows."""
-        return self.client.steps.missed
+        """Clocks that the others decided without this worker, as `ps.Sync(backup=)` allows: of the
+        group whose clock `clock` is."""
+        return self.client.steps.missed_by.get(self.groups[0], 0)
 
     @property
     def retiring(self) -> bool:
@@ -271,31 +271,6 @@ class Worker:
                 "dataset on all ranks. Where each rank has a part of its own, give "
                 'worker.loader(..., shards="own"), which shares nothing out'
             )
-
-    @property
-    def steps_before(self) -> int:
-        """Steps of older incarnations whose batches no loader has left out yet.
-
-        A loader lowers it by those that it leaves out; the next one leaves out what is beyond. With
-        an optimizer that is adopted when all of these are left out, or that has taken over from the
-        ones before, as for a second phase of the training, its own steps begin to count.
-        """
-        self.client.steps.clock_read = True
-        return self._left_to_skip()
-
-    @steps_before.setter
-    def steps_before(self, steps: int) -> None:
-        self._steps_before = steps
-
-    def _left_to_skip(self) -> int:
-        if self._steps_before is None:
-            self._steps_before = self._clock if self.incarnation > 1 else 0
-        elif self.incarnation > 1 and (not self._steps_before or self._counted <= self.ended):
-            new = [group for group in self.groups if group not in self._counted]
-            if new or not self._steps_before:
-                self._steps_before = self.client.steps.resumed.get(new[0], 0) if new else 0
-        self._counted.update(self.groups)
-        return self._steps_before
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step; they come back in `Result.metrics`, as records with
@@ -558,7 +533,7 @@ class Worker:
         exact = not self._leased_loaders
         if self._clock > self.client.steps.resumed.get(self.groups[0], 0):
             return Place(self._clock, exact)
-        left = self._left_to_skip() if self.incarnation > 1 else self._clock
+        left = self.course.look_left() if self.incarnation > 1 else self._clock
         return Place(max(self._clock - left, 0), exact)
 
     @property

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import wait_until
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
@@ -453,6 +454,50 @@ def test_rate_set_before_a_step_that_is_refused_reaches_an_added_worker(
     )
     cluster.scale(2)
     assert ranks.start(1).end() == {0: 0.05, 1: 0.05}
+
+
+BY_CLOCK: dict[str, Callable[[ps.Worker, Any], None]] = {
+    "each step": lambda worker, scheduler: scheduler.step(),
+    "its own count": lambda worker, scheduler: [
+        scheduler.step() for _ in range(scheduler.last_epoch, worker.clock)
+    ],
+    "each epoch": lambda worker, scheduler: None,
+}
+
+
+@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("how", BY_CLOCK)
+def test_schedule_goes_over_clocks_that_were_decided_without_a_rank(
+    make_cluster: MakeCluster, how: str, first: int
+) -> None:
+    """Rank 2 is late at some of its steps: its rate is that of the others' clock, and all ranks end
+    at one."""
+    epochs, of_epoch = 4, 5
+    clocks = {0: 0, 1: 0}
+
+    def train(worker: ps.Worker) -> tuple[int, int, float]:
+        model, optimizer = build(worker)
+        scheduler = schedulers.ExponentialLR(optimizer, 0.9)
+        data = TensorDataset(torch.arange(3.0 * 2 * of_epoch))
+        made = 0
+        loader = worker.loader(data, batch_size=2)
+        for _ in loader.epochs(epochs):
+            for _ in loader:
+                made += 1
+                if worker.rank == 2 and made in (first, first + 2):
+                    late = min(worker.clock + 3, epochs * of_epoch)
+                    wait_until(lambda late=late: min(clocks[0], clocks[1]) >= late)
+                step(worker, model, optimizer)
+                clocks[worker.rank] = worker.clock
+                BY_CLOCK[how](worker, scheduler)
+            if how == "each epoch":
+                scheduler.step()
+        return worker.clock, worker.missed, float(optimizer.param_groups[0]["lr"])
+
+    cluster = make_cluster("unix", servers=2, workers=3, policy=ps.Sync(backup=1))
+    found = Ranks(cluster, train).start(0, 1, 2).end()
+    assert {clock for clock, _, _ in found.values()} == {epochs * of_epoch}
+    assert found[2][1] >= 4
 
 
 def test_ranks_with_other_rates_are_still_refused_in_sync(make_cluster: MakeCluster) -> None:

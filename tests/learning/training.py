@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from paramserve.client.course import Course
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.pytorch.loader import load
 
@@ -73,22 +74,26 @@ class NormNet(nn.Module):
 
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
-    return SimpleNamespace(
+    part = SimpleNamespace(
         client=SimpleNamespace(
             connection=SimpleNamespace(before=0, restarts=False),
-            steps=SimpleNamespace(loop=LoopProgress()),
+            steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
         ),
+        incarnation=1,
+        groups=("model",),
+        ended=set(),
         rank=rank,
         workers=workers,
         seed=seed,
-        steps_before=0,
-        missed=0,
+        leased=None,
         retiring=False,
         go_on_drawing=lambda: None,
         passes={},
         compare_size=lambda arguments, size: None,
         trains_alone=False,
     )
+    part.course = Course(part)
+    return part
 
 
 def run_name(kind: str, seed: int) -> str:

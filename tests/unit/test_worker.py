@@ -96,10 +96,10 @@ def test_steps_before_are_those_of_older_incarnations(
     worker: Worker, client: RecordsCalls, incarnation: int, before: int
 ) -> None:
     client.incarnation = incarnation
-    assert worker.steps_before == before
-    worker.steps_before -= before
+    assert worker.course.steps_left == before
+    worker.course.steps_left -= before
     client.clocks["model"] += 5
-    assert worker.steps_before == 0, "its own steps are not left out"
+    assert worker.course.steps_left == 0, "its own steps are not left out"
 
 
 @pytest.mark.parametrize("policy", [LocalSteps(every=8), ElasticAverage(rho=0.1, every=8)])

@@ -28,8 +28,8 @@ class ClientClocks:
     def __init__(self, terms: GroupTraits) -> None:
         self.clocks: dict[str, int] = {}
         self.membership = ClientMembership(self.collects_now, self.waits_now)
-        self.missed = 0
-        """Clocks that this client had no part in, because the others went on without it."""
+        self.missed_by: dict[str, int] = {}
+        """By group: clocks that this client had no part in, as the others went on without it."""
         self.retiring = False
         """Whether the run wants this worker to end."""
         self.clock_read = False
@@ -46,6 +46,11 @@ class ClientClocks:
         self._terms = terms
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
+
+    @property
+    def missed(self) -> int:
+        """Clocks that this client had no part in, of all groups."""
+        return sum(self.missed_by.values())
 
     def _ask_clock(self, group: str) -> None:
         """This worker's clock of a group is what the shards say: it does not know."""
@@ -98,7 +103,7 @@ class ClientClocks:
             if any(reply.pending for reply in replies):
                 self._told_pending.append(group)
             if at > own and any(reply.skipped for reply in replies) and group not in self._asking:
-                self.missed += at - own
+                self.missed_by[group] = self.missed_by.get(group, 0) + at - own
             if asked and tick:
                 self._asked_ticks[group] = under_way = under_way - 1
             self.clocks[group] = max(own, at) + under_way

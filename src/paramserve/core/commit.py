@@ -253,7 +253,9 @@ def refusal_of(
                     "HyperMismatch",
                     f"the workers sent different hyper-parameters to one clock: {told}",
                     "give all ranks the same schedule; where it follows a metric, as that of "
-                    "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss)",
+                    "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss). A "
+                    "rate that the function computes goes by worker.clock, which counts the "
+                    "clocks that were decided without a rank",
                 )
     return None
 

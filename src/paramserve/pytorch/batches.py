@@ -18,9 +18,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -134,14 +133,6 @@ Kept = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
 object), and what its loaders have in common, by their arguments."""
 
 
-class Epochs:
-    """The number of the next epoch, and whether an iteration with gradients on has ended."""
-
-    def __init__(self) -> None:
-        self.next = 0
-        self.ended = False
-
-
 def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
     """What loaders of this dataset with these arguments have in common.
 
@@ -185,36 +176,6 @@ def check_range(epochs: int, start: int) -> None:
     """Raise `TypeError` or `ValueError` unless a loop may go from `start` up to `epochs`."""
     check_count("epochs", epochs, least=0)
     check_count("start", start, least=0)
-
-
-class Shape(NamedTuple):
-    """What the steps of a loader stand for: how many samples are done after so many of them."""
-
-    samples: int
-    batch_size: int
-    batches_per_step: int
-
-
-SHAPES = "shapes of loaders"
-"""A worker saves those of the loaders that its steps were made with."""
-
-
-def shapes(client: Client) -> list[Shape]:
-    """Of the loaders that this worker's steps were made with, those of older incarnations too."""
-    packed = client.saving.kept(SHAPES)
-    return msgspec.msgpack.decode(packed, type=list[Shape]) if packed else []
-
-
-def in_words(shape: Shape) -> str:
-    """Of an error."""
-    several = f", {shape.batches_per_step} in each step" if shape.batches_per_step > 1 else ""
-    return f"{shape.samples} samples in batches of {shape.batch_size}{several}"
-
-
-def has_others(worker: Worker) -> bool:
-    """Whether steps of a checkpoint are left that were made with loaders of equal shares."""
-    client = worker.client
-    return bool(client.connection.before and worker.steps_before and shapes(client))
 
 
 def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:

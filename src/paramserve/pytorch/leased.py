@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from paramserve.pytorch.batches import (
     by_rows,
     check_counts,
     check_range,
-    has_others,
     loading,
     loop,
     loop_progress,
@@ -111,7 +109,7 @@ class LeasedLoader:
         done = 0
         if worker.incarnation > 1 or worker.client.connection.late:
             done = self._work.leave_out(max(epochs - start, 0))
-            worker.steps_before = 0
+            worker.course.steps_left = 0
         return loop(worker, start, done, epochs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -235,7 +233,8 @@ def lease(
 
     def make() -> LeasedWork:
         named = name or worker.new_loader_name()
-        return LeasedWork(worker, named, plan, told=told, has_others=partial(has_others, worker))
+        course = worker.course
+        return LeasedWork(worker, named, plan, told=told, has_others=lambda: course.has_static)
 
     work = shared(worker.passes, dataset, arguments, make)
     return work if not work.active else make()

@@ -19,31 +19,25 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.company import all_have_stopped
-from paramserve.client.saving import RANDOM
+from paramserve.client.course import Epochs, Shape
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
-    SHAPES,
-    Epochs,
     KeysOf,
-    Shape,
     ahead,
     by_rows,
     check_counts,
     check_options,
     check_range,
-    in_words,
     loading,
     loop,
     loop_progress,
     order,
-    shapes,
     shared,
     size_of,
     unknown_argument,
@@ -210,58 +204,73 @@ class Loader:
         return self._epochs_left(epochs, start)
 
     def _epochs_left(self, epochs: int, start: int) -> Iterator[int]:
-        worker, done = self._worker, 0
-        steps = self._length // self._per_step
-        if self._resume and steps:
-            self._check_shape()
-            before = worker.steps_before
-            done = min(before // steps, max(epochs - start, 0))
-            if done and before == done * steps and not worker.returned_before:
+        worker, course, done = self._worker, self._worker.course, 0
+        if self._resume:
+            course.check(self._shape)
+            before, most = course.steps_left, max(epochs - start, 0)
+            done, steps, begun = course.whole_passes(
+                self._epochs, self._length, self._per_step, most
+            )
+            if done and before == steps and not worker.returned_before:
                 group, left = worker.groups[0], epochs - start - done
                 clock = worker.client.steps.resumed.get(group, 0)
                 if left and all_have_stopped(worker.client, group, clock):
                     worker.notices.others_have_stopped(start + done - 1)
                     return iter(())
                 worker.notices.behind_epoch(start + done - 1)
-            worker.steps_before -= done * steps
-            self._epochs.next += done * -(-self._length // len(self._batches))
+            course.steps_left = before - steps
+            self._epochs.passes += done
+            self._epochs.next += sum(each or self._epochs_of_pass for each in begun)
         return loop(worker, start, done, epochs)
 
+    @property
+    def _epochs_of_pass(self) -> int:
+        """That a whole pass begins."""
+        return -(-self._length // len(self._batches))
+
     def __iter__(self) -> Iterator[Any]:
-        worker = self._worker
-        worker.leased = None  # steps are no longer with the batches of a leased loader
-        if torch.is_grad_enabled():
+        worker, trains = self._worker, torch.is_grad_enabled()
+        course = worker.course
+        if worker.leased is not None:  # steps are no longer with the batches of a leased loader
+            worker.leased = None
+            course.forget_missed()
+        if trains:
             worker.looped = True
             if self._resume:
-                self._remember_shape()
+                course.check(self._shape)
+                course.remember(self._shape)
             else:
                 worker.client.steps.clock_read = True  # its user has said that it begins anew
-        done = self._done_before()
-        epochs, first = divmod(done, len(self._batches))
-        if done == self._length:
-            self._epochs.next += -(-done // len(self._batches))
+        present = course.begin(
+            self._epochs, self._length, self._per_step, resume=self._resume, trains=trains
+        )
+        if present.start >= present.end:
+            begun = present.epochs or self._epochs_of_pass
+            present.close(begun)
+            self._epochs.next += begun
             return
+        epochs, first = divmod(present.start, len(self._batches))
+        begun = self._epochs.next
         self._epochs.next += epochs
         if self._epochs.ended:
             self._tell_if_alone()
-        missed, late, begun = worker.missed, 0, self._epochs.next
+        epoch_now = self._epochs.next
         loop = loop_progress(worker)
-        with closing(self._loaded(first, self._length - done)) as loaded:
-            for number, (epoch, batch) in enumerate(loaded, done):
-                loop.batch(number, self._length)
-                if epoch != begun:
-                    begun = epoch
-                    self._tell_if_alone()
-                self._epochs.next = epoch + 1
-                if worker.missed != missed:
-                    late += (worker.missed - missed) * self._per_step
-                    missed = worker.missed
-                if worker.retiring:
-                    return
-                if late:
-                    late -= 1
-                else:
-                    yield batch
+        try:
+            with closing(self._loaded(first, present.end - present.start)) as loaded:
+                for number, (epoch, batch) in enumerate(loaded, present.start):
+                    loop.batch(number, self._length)
+                    if epoch != epoch_now:
+                        epoch_now = epoch
+                        self._tell_if_alone()
+                    self._epochs.next = epoch + 1
+                    taken = present.takes(number)
+                    if worker.retiring:
+                        return
+                    if taken:
+                        yield batch
+        finally:
+            present.close(self._epochs.next - begun)
         loop.batch(1, 1)
         self._epochs.ended = self._epochs.ended or torch.is_grad_enabled()
 
@@ -294,47 +303,10 @@ class Loader:
                     return
             epoch += 1
 
-    def _done_before(self) -> int:
-        """How many batches of the next iteration were stepped with before a restart."""
-        worker = self._worker
-        if not (self._resume and worker.steps_before):
-            return 0
-        self._check_shape()
-        steps = min(worker.steps_before, self._length // self._per_step)
-        worker.steps_before -= steps
-        return self._length if worker.steps_before else steps * self._per_step
-
     @property
     def _shape(self) -> Shape:
         batches, sampler = self._batches, self._sampler
         return Shape(sampler.size, batches.batch_size, self._per_step)
-
-    def _remember_shape(self) -> None:
-        """Save the shape with the next step, where a run may go on from it with another one."""
-        client = self._worker.client
-        if client.connection.restarts and self._shape not in (known := shapes(client)):
-            client.saving.keep(SHAPES, msgspec.msgpack.encode([*known, self._shape]))
-
-    def _check_shape(self) -> None:
-        """Refuse to leave out batches for steps of a checkpoint that were made with others."""
-        client = self._worker.client
-        if not (client.connection.before and self._worker.steps_before):
-            return
-        known, shape = shapes(client), self._shape
-        if not known and client.saving.older(RANDOM) is None:
-            return  # the rank had died before its first step: the others made these
-        if shape not in known:
-            those = " and ".join(map(in_words, known))
-            if not known:
-                those = 'batches of another kind, as of shards="dynamic"'
-            raise ValueError(
-                f"the run goes on from a checkpoint whose {self._worker.steps_before} steps were "
-                f"made with {those}, and this loader has "
-                f"{in_words(shape)}: which samples are done cannot be told. Applied: no. To "
-                "fix: give the loader the dataset, batch_size and batches_per_step of before; or "
-                "worker.loader(..., resume=False), which begins its epochs anew: for epoch in "
-                "loader.epochs(10, start=5) makes 5 more"
-            )
 
     @property
     def _per_step(self) -> int:

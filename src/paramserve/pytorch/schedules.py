@@ -3,7 +3,8 @@
 Each step says in its note, when that has changed, which hyper-parameters it goes by and how far the
 learning rate schedulers of its optimizer are. A worker that is started again reads the last note of
 its rank, an added one the others'. At its first step it steps its own schedulers until they are
-where they would be at that clock. Calls that its function has made before that, as a loop over
+where they would be at that clock; so does one without which the others have decided clocks, as
+`ps.Sync(backup=)` allows. Calls that its function has made before that, as a loop over
 epochs does whose batches were all left out, count; where a loop over `loader.epochs` left out
 epochs since that note, a scheduler that is not stepped at each step of the optimizer is stepped
 once for each of them. A scheduler that wants a metric is stepped by these calls only. What neither
@@ -131,6 +132,8 @@ class Schedules:
         self._steps = 0
         self._at = 0
         """Steps before the one that `before_step` was called for last."""
+        self._missed = 0
+        """Clocks decided without this worker that its schedulers were stepped over."""
         self._quick: list[Any] | None = None
         self._positions: list[float] = []
         self._unexplained = 0
@@ -156,6 +159,10 @@ class Schedules:
     def before_step(self, groups: Sequence[ParamGroup]) -> None:
         """Catch up if this is the first step of a worker that was not there before."""
         self._groups = groups
+        missed_by = self._client.steps.missed_by
+        if missed_by and missed_by.get(self._group, 0) != self._missed:
+            self._step_over(missed_by[self._group] - self._missed)
+            self._missed = missed_by[self._group]
         self._at = self._steps
         if self._behind:
             self._behind = False
@@ -251,6 +258,25 @@ class Schedules:
         return progress
 
     # --- catching up ------------------------------------------------------------------------------
+
+    def _step_over(self, clocks: int) -> None:
+        """Clocks were decided without this worker: step the schedulers that are stepped at each
+        step to where they are on the ranks that had a part in them. The function may have made
+        these calls itself, as one that goes by `worker.clock`.
+
+        Before this worker has seen how often each is stepped, the others' notes tell it.
+        """
+        steps = clocks * self._steps_per_clock
+        alive = self._alive()
+        self._steps += steps
+        if len(alive) != len(self._positions) or any(
+            self._at - since < _SEVERAL and rate is None
+            for (_, since), rate in zip(self._first, self._rates, strict=True)
+        ):
+            self._behind = True
+            return
+        pairs = zip(alive, self._progress(), strict=True)
+        _advance([(s, p.position + (steps + 1) * p.rate) for s, p in pairs if not _asks(s)])
 
     def _best(self) -> tuple[int, Note] | None:
         """The note to go by, and how many own steps after it the next one is."""

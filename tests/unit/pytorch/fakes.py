@@ -274,6 +274,7 @@ class FakeClient:
         self.connection = self.steps = self.directory = self.dense = self
         self._slots: dict[int, list[np.ndarray]] = {}
         self.clocks: dict[str, int] = {}
+        self.missed_by: dict[str, int] = {}
         self.tickets: list[FakeTicket] = []
 
     def enter(self, group: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from paramserve.client.course import Course
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.pytorch.loader import load, sampler
@@ -41,24 +42,28 @@ def worker(
     """Args:
     before: workers of the checkpoint that the run has gone on from.
     """
-    return SimpleNamespace(
+    made = SimpleNamespace(
         client=SimpleNamespace(
             connection=SimpleNamespace(before=before, restarts=False),
-            steps=SimpleNamespace(loop=LoopProgress()),
+            steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
         ),
+        incarnation=1,
+        groups=("model",),
+        ended=set(),
         rank=rank,
         workers=workers,
         seed=seed,
-        steps_before=steps_before,
         go_on_drawing=lambda: None,
         passes={},
-        missed=0,
         retiring=False,
         leased=None,
         batches_per_step=1,
         compare_size=lambda arguments, size: None,
         trains_alone=False,
     )
+    made.course = Course(made)
+    made.course.steps_left = steps_before
+    return made
 
 
 def numbers(size: int) -> TensorDataset:
@@ -172,7 +177,7 @@ def test_restart_yields_what_would_have_come_from_there_on(make, clock: int) -> 
     again = worker(1, 2, steps_before=clock)
     assert len(whole) == 24
     assert indices(load(again, make(80), **options)) == whole[clock:]
-    assert again.steps_before == max(0, clock - 24)
+    assert again.course.steps_left == max(0, clock - 24)
 
 
 def test_restart_loads_nothing_that_it_leaves_out() -> None:
@@ -233,9 +238,9 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
     client = SimpleNamespace(
         rank=0,
         connection=SimpleNamespace(workers=1, incarnation=2, restarts=False, before=0),
-        saving=SimpleNamespace(older=lambda name: None),
+        saving=SimpleNamespace(older=lambda name: None, kept=lambda name: b""),
         steps=SimpleNamespace(
-            missed=0,
+            missed_by={},
             retiring=False,
             clocks={"model": 2, "lm": 2},
             loop=LoopProgress(),
@@ -257,14 +262,15 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
 def test_missed_clocks_take_their_batches_along(make, batches_per_step: int, told: bool) -> None:
     whole = indices(load(worker(), make(40), batch_size=2, epochs=2))
     me = worker()
-    me.missed = 7  # before this loop
+    missed = me.client.steps.missed_by
+    missed["model"] = 7  # before this loop
     got = []
     options: dict[str, Any] = {"batches_per_step": batches_per_step} if told else {}
     loader = load(me, make(40), batch_size=2, epochs=2, **options)
     me.batches_per_step = 5 if told else batches_per_step
     for i, batch in enumerate(loader):
         got += indices([batch])
-        me.missed += {1: 1, 5: 3}.get(i, 0)
+        missed["model"] += {1: 1, 5: 3}.get(i, 0)
     n = batches_per_step
     assert got == whole[:2] + whole[2 + n : 6 + n] + whole[6 + 4 * n :]
 
@@ -274,7 +280,7 @@ def test_missed_more_clocks_than_are_left_end_the_loop() -> None:
     got = 0
     for _ in load(me, numbers(40), batch_size=5):
         got += 1
-        me.missed += 100
+        me.client.steps.missed_by["model"] = 100
     assert got == 1
 
 

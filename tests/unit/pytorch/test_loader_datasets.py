@@ -53,7 +53,7 @@ def worker() -> Worker:
         connection=SimpleNamespace(
             workers=1, incarnation=1, control=None, restarts=False, before=0
         ),
-        steps=SimpleNamespace(missed=0, retiring=False, clocks={}, loop=LoopProgress()),
+        steps=SimpleNamespace(missed_by={}, retiring=False, clocks={}, loop=LoopProgress()),
     )
     return Worker(client, seed=3)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from paramserve.client.course import Course
 from paramserve.client.leases import LeasedWork
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.core.leases import LeaseBook
@@ -104,7 +105,8 @@ class FakeClient:
         self.before, self.restarts = 0, False
         self.pending = False
         self.retiring = False
-        self.missed = 0
+        self.missed_by: dict[str, int] = {}
+        self.clocks: dict[str, int] = {}
         self.loop = LoopProgress()
         self.waited_s = 0.0
         self.patience_s = 60.0
@@ -144,8 +146,8 @@ class FakeWorker:
         self.groups: tuple[str, ...] = ("model",)
         self.refreshers: list[Callable[[], None]] = [lambda: self.events.append("refresh")]
         self.workers = len(cluster.ranks)
-        self.missed = 0
-        self.steps_before = 0
+        self.incarnation, self.ended = 1, set[str]()
+        self.course = Course(self)
         self.passes: Any = {}
         self.compare_size = lambda arguments, size: None
         self.trains_alone = False

@@ -35,7 +35,7 @@ class Asked:
         self.known: dict[str, Table] = {}
         self.keyed: Any = SimpleNamespace(reads=None)
         self.connection = SimpleNamespace(before=0, restarts=False)
-        self.steps = SimpleNamespace(loop=LoopProgress())
+        self.steps = SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={})
 
     def table(self, name: str) -> Table:
         block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2, labels=0))
@@ -52,7 +52,7 @@ class Asked:
 def worker(**about: Any) -> Any:
     made = plain_worker(about.get("rank", 0), about.get("workers", 1))
     made.client = Asked()
-    made.steps_before = about.get("steps_before", 0)
+    made.course.steps_left = about.get("steps_before", 0)
     return made
 
 
@@ -96,7 +96,7 @@ def test_loader_asks_for_what_it_gives_and_no_more(
     batches = loaded(me, **options)
     assert batches == indices(load(other, numbers(12), batch_size=3, **options))
     assert [keys for what, keys in me.client.events if what == "asks"] == batches
-    assert (me.client.held, me.steps_before) == ([], other.steps_before)
+    assert (me.client.held, me.course.steps_left) == ([], other.course.steps_left)
 
 
 def test_loader_that_is_left_at_an_epochs_end_goes_on_with_the_next() -> None:
@@ -116,7 +116,7 @@ def test_missed_batches_are_left_out_and_their_rows_let_go() -> None:
     for batch in load(me, numbers(12), batch_size=3, prefetch=keys_of):
         got += indices([batch])
         held.append(list(me.client.held))
-        me.missed = 1
+        me.client.steps.missed_by["model"] = 1
     assert got == [whole[0], *whole[2:]]
     assert [*held, me.client.held] == [whole[:2], whole[2:], whole[3:], []]
 

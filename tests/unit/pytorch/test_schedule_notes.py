@@ -25,6 +25,7 @@ def schedules(notes: dict[int, dict[int, bytes]], *, late: bool) -> Schedules:
         steps=SimpleNamespace(
             epochs=0,
             run=0,
+            missed_by={},
             clocks={"model": 1},
             terms=lambda group: SimpleNamespace(collects=True),
         ),
