@@ -161,8 +161,8 @@ class Schedules:
         self._groups = groups
         missed_by = self._client.steps.missed_by
         if missed_by and missed_by.get(self._group, 0) != self._missed:
-            self._step_over(missed_by[self._group] - self._missed)
-            self._missed = missed_by[self._group]
+            before, self._missed = self._missed, missed_by[self._group]
+            self._step_over(self._missed - before)
         self._at = self._steps
         if self._behind:
             self._behind = False
@@ -292,7 +292,8 @@ class Schedules:
         if self._client.steps.terms(self._group).collects:
             # All ranks are at one clock, and go by the same schedule: the newest is the best.
             rank = max(notes, key=lambda rank: (notes[rank][0], rank == self._rank))
-            clock = max(clock, notes[rank][0])
+            if not self._missed:  # else the others may be at the next clock already
+                clock = max(clock, notes[rank][0])
         elif self._rank in notes:
             rank = self._rank
         else:
