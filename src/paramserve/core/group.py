@@ -764,7 +764,8 @@ class GroupMachine:
             case MembershipKnown():
                 self.membership.on_known(message)
             case Pause():
-                self.policies.on_pause(message, window)
+                if self.policies.on_pause(message, window):
+                    self.look_again()
             case Paused():
                 self.policies.on_paused(message)
             case Switch():

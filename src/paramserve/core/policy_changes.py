@@ -21,7 +21,7 @@ from paramserve.core import policy_calls
 from paramserve.core.commit import lead_of
 from paramserve.core.events import GroupEffect, Send
 from paramserve.core.group_state import GroupState
-from paramserve.errors import ParamServeError, UnknownRule
+from paramserve.errors import ParamServeError, ProtocolError, UnknownRule
 from paramserve.messages import GroupPolicy, Pause, Paused, SetPolicy, Switch
 
 
@@ -135,19 +135,27 @@ class PolicyAgreement:
         for shard, message in changing.pauses(self._state.id).items():
             self._outbox.append(Send(shard, message))
 
-    def on_pause(self, message: Pause, window: int) -> None:
+    def on_pause(self, message: Pause, window: int) -> bool:
         """Tell the lead from which clock on this shard has executed nothing, and hold those steps.
+        A change that the lead does not know of, as a peer may have made it up, holds none.
 
         Args:
             window: the most calls that one client of this shard may have unanswered.
+        Returns:
+            Whether steps that were held are to go on.
         """
         state, changes = self._state, self._state.changes
+        if message.unknown:
+            made_up = changes.paused is not None and changes.paused.number == message.number
+            changes.paused = None if made_up else changes.paused
+            return made_up
         if message.number <= changes.number:
-            return  # It was decided before.
+            return False  # It was decided before.
         if changes.paused is None:
             first = state.frontier()
             changes.paused = Paused(state.id, message.number, self._shard, first, window)
         self._tell_paused(changes.paused)
+        return False
 
     def _tell_paused(self, paused: Paused) -> None:
         self._state.changes.repeat_at = self._state.now + self._resend_s
@@ -155,20 +163,37 @@ class PolicyAgreement:
 
     def on_paused(self, message: Paused) -> None:
         """On the lead shard: one shard has paused, or has not heard of the decision."""
+        if self._leader != self._shard or not 0 <= message.shard < self._shards:
+            return
+        changing = self.changing
         known = (each for each in self._state.changes.taken if each.number == message.number)
         decided = next(known, None)
         if decided is not None:  # also of a change before the newest, which that shard has missed
             self._outbox.append(Send(message.shard, Switch(decided)))
-        elif self.changing is not None:
-            for shard, switch in self.changing.on_paused(message).items():
+        elif changing is not None and changing.number == message.number:
+            for shard, switch in changing.on_paused(message).items():
                 self._outbox.append(Send(shard, switch))
+        else:
+            unknown = Pause(message.group, message.number, unknown=True)
+            self._outbox.append(Send(message.shard, unknown))
 
     def on_switch(self, message: Switch) -> bool:
-        """Take the lead's decision; False if it was known before."""
+        """Take the lead's decision; False if it was known before.
+
+        Raises:
+            ProtocolError: the policy cannot be built here: no lead has checked it.
+        """
         state, change = self._state, message.change
         if change.number != state.changes.number + 1:
             return False
-        state.changes.take(change, build_policy(change.policy, self._policies))
+        try:
+            policy = build_policy(change.policy, self._policies)
+        except (ParamServeError, ValueError, TypeError) as error:
+            raise ProtocolError(
+                f"a switch of group {state.name!r} to {change.policy.name} was refused: {error}",
+                fix="run the same version on all sides",
+            ) from error
+        state.changes.take(change, policy)
         state.settle()
         return True
 

@@ -81,10 +81,11 @@ class MembershipKnown(Struct, frozen=True, array_like=True, tag="membership-know
 
 class Pause(Struct, frozen=True, array_like=True, tag="pause"):
     """The lead prepares a change of policy: hold the steps that no worker has reached yet, and say
-    which is the first of them."""
+    which is the first of them. `unknown`: it prepares none of that number: hold no steps for it."""
 
     group: int
     number: int
+    unknown: bool = False
 
 
 class Paused(Struct, frozen=True, array_like=True, tag="paused"):

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
+from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig, switched
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
+from paramserve.config import RuleSpec
 from paramserve.consistency.base import (
     Admission,
     Apply,
@@ -30,16 +31,21 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.consistency.registry import spec
-from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, Inquired
+from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.stepping import adapted
+from paramserve.errors import ProtocolError
 from paramserve.messages import (
     Done,
+    GroupPolicy,
     Inquire,
     JoinGroup,
+    Pause,
+    Paused,
     Refused,
     SetPolicy,
     SuspendMembership,
+    Switch,
     Waiting,
 )
 from paramserve.rules import SGD
@@ -395,6 +401,37 @@ def test_changes_that_are_remembered_are_bounded() -> None:
     assert len(report.changes) == len(one.shards[0].groups[0].state.changes.later) == CHANGES_MAX
     assert report.changes[-1].number == 40
     assert one.value() == [float(clock)]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pause_that_no_lead_has_asked_for_holds_steps_only_until_the_lead_says_so(
+    shards: int,
+) -> None:
+    one = rig(Async(), shards=shards, workers=1)
+    one.happen(FromShard(Pause(0, 7)), shards - 1)
+    push(one, A)
+    if shards > 1:
+        assert one.value(shard=1) == [0.0]
+        one.deliver()
+    assert [one.value(shard=shard) for shard in range(shards)] == [[1.0]] * shards
+    change(one, BoundedStaleness(2))
+    assert len(set(switched(one))) == 1
+    assert switched(one)[0] >= 0
+
+
+def test_answer_to_a_pause_from_a_shard_that_there_is_not_is_ignored() -> None:
+    one = rig(Async(), shards=2, workers=1)
+    one.happen(FromShard(Paused(0, 7, 9, 0, 1)))
+    assert one.wire == []
+
+
+def test_switch_to_a_policy_that_cannot_be_built_is_a_protocol_error() -> None:
+    one = rig(Async(), shards=2, workers=1)
+    wrong = GroupPolicy(0, 1, 5, RuleSpec("BoundedStaleness", {"bound": -3}))
+    with pytest.raises(ProtocolError, match="a switch of group 'group 0' to BoundedStaleness was"):
+        one.happen(FromShard(Switch(wrong)), 1)
+    push(one, A)
+    assert one.value(shard=1) == [1.0]
 
 
 def test_mark_of_a_step_is_kept_when_its_worker_has_left_before_the_clock_is_decided() -> None:
