@@ -20,6 +20,8 @@ from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, taken, w
 from paramserve.client import Client, Snapshots
 from paramserve.config import NO_CREDENTIALS, Deadlines
 from paramserve.consistency.built_in import Sync
+from paramserve.core import shard_sessions
+from paramserve.core.table.options import Constant
 from paramserve.errors import (
     ClientClosed,
     CoordinatorGone,
@@ -29,6 +31,7 @@ from paramserve.errors import (
     PushTimeout,
     ServerGone,
 )
+from paramserve.launch.reading import Watching
 from paramserve.messages import CoordinatorNotice, Hello, WorkerBeat, encode
 from paramserve.rules import Add
 from paramserve.transport.control import ControlLink
@@ -39,6 +42,75 @@ SOON_S = 2.0
 
 
 # --- the connection ends, the server lives ----------------------------------------------------
+
+
+def forget(cluster: RoleCluster, client: Client, shard: int) -> None:
+    """End an idle client's connection to a shard, which then forgets it."""
+    number, sessions = client.connection.id, cluster.servers[shard].role.shard.sessions
+    cluster.cut(client, shard)
+    wait_until(lambda: number not in sessions.by_client)
+    client.connection.checks = False
+    wait_until(lambda: client.connection.checks)  # a heartbeat later
+
+
+def test_idle_client_that_a_shard_has_forgotten_begins_a_new_session(
+    cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_sessions, "SESSION_KEEP_S", 0.01)
+    client = cluster.client()
+    client.define("w", np.zeros(4), rule=Add())
+    table = client.table("t", dim=2, rule=Add(), init=Constant(0.0))
+    client.push("w", np.ones(4)).result()
+    table.push([1], np.ones((1, 2))).result()
+    before = client.connection.id
+    for shard in range(len(cluster.servers)):
+        forget(cluster, client, shard)
+        client.push("w", np.ones(4)).result()
+        table.push([1], np.ones((1, 2))).result()
+    assert (client.pull("w") == 1.0 + len(cluster.servers)).all()
+    assert (table.pull([1]) == 1.0 + len(cluster.servers)).all()
+    assert client.connection.id > before
+    assert not client.closed
+    sessions = [each.role.shard.sessions for each in cluster.servers]
+    wait_until(lambda: all([*each.by_client] == [client.connection.id] for each in sessions))
+    client.close()
+    wait_until(lambda: not any(each.by_client for each in sessions))
+
+
+def test_snapshots_go_on_in_a_new_session(
+    remote: RoleCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_sessions, "SESSION_KEEP_S", 0.01)
+    writer, client = remote.client(), remote.client()
+    writer.define("w", np.zeros(4), rule=Add())
+    watching = Watching("default", 1, 8, time.monotonic)
+    assert watching.take(lambda: client) is None
+    forget(remote, client, 0)
+    assert watching.take(lambda: client) is None
+    writer.push("w", np.ones(4)).result()
+    found = []
+    wait_until(lambda: bool(found.append(watching.take(lambda: client)) or found[-1]))
+    np.testing.assert_array_equal(np.asarray(found[-1].state["w"]), np.ones(4))
+
+
+def test_client_that_a_shard_has_forgotten_with_something_unanswered_is_closed(
+    remote: RoleCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_sessions, "SESSION_KEEP_S", 0.01)
+    client = remote.client()
+    client.define("w", np.zeros(4), rule=Add())
+    number, sessions = client.connection.id, remote.servers[0].role.shard.sessions
+    with remote.frozen():
+        client.push("w", np.ones(4))
+        link = client.connection.exchange.shards[0].link
+        assert link is not None
+        with socket.socket(fileno=os.dup(link.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: number not in sessions.by_client)
+    with pytest.raises(ClientClosed, match="was forgotten") as caught:
+        client.pull("w")
+    assert caught.value.applied == "unknown"
+    assert client.closed
 
 
 def test_pipelined_pushes_are_applied_once_through_reconnects(cluster: RoleCluster) -> None:

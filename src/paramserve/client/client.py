@@ -26,7 +26,7 @@ from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.table.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
-from paramserve.errors import ParamServeError
+from paramserve.errors import ClientClosed, ParamServeError
 from paramserve.rules.base import Rule
 
 Array = npt.NDArray[Any]
@@ -104,7 +104,8 @@ class Client:
     @property
     def closed(self) -> bool:
         """Whether it was closed, by a call or because the cluster was lost."""
-        return self.connection.closed
+        lost = self.connection.exchange.lost
+        return self.connection.closed or isinstance(lost, ClientClosed)
 
     @property
     def timeout_s(self) -> float:

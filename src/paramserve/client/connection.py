@@ -19,7 +19,14 @@ from paramserve.client import timeouts
 from paramserve.client.exchange import Connect, Exchange, again
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, NO_RANK, Credentials, Deadlines, Limits
-from paramserve.errors import ClientClosed, ConnectTimeout, ParamServeError, Timeout, warn_user
+from paramserve.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    ParamServeError,
+    ServerGone,
+    Timeout,
+    warn_user,
+)
 from paramserve.messages import (
     AskStatus,
     Hello,
@@ -98,6 +105,18 @@ class _Arrival:
         )
 
 
+def _weak(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object lives, which a thread that calls it does not keep."""
+    weak = WeakMethod(method)
+
+    def call() -> None:
+        found = weak()
+        if found is not None:
+            found()
+
+    return call
+
+
 class Connection:
     """A client's place in a cluster, until it is closed.
 
@@ -122,6 +141,8 @@ class Connection:
         lock: held by each call that changes what the client knows of its session.
         closed: whether it was left or lost, or belongs to the process that this one was forked
             from.
+        checks: whether `check` has something to do: it is closed, or has no rank and has sent a
+            heartbeat since the last call.
     Raises:
         ServerGone, Timeout: the shards did not say how far this rank was. The links are closed.
     """
@@ -153,6 +174,10 @@ class Connection:
         self.control = control
         self.lock = threading.RLock()
         self.closed = False
+        self.checks = False
+        self._leaves = False
+        """Whether `close` has begun."""
+        self._cluster = joined.cluster
         self._credentials = credentials
         self._pid = os.getpid()
         self._reason: ParamServeError | None = None
@@ -163,6 +188,8 @@ class Connection:
         told_s = joined.heartbeat_s
         every_s = min(deadlines.heartbeat_s, told_s) if told_s > 0 else deadlines.heartbeat_s
         self._heartbeat = Heartbeat(control, rank, every_s, limits)
+        if rank == NO_RANK:
+            self._heartbeat.beaten = _weak(self._beaten)
         try:
             self.exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
             if joined.incarnation > 1 or joined.late:
@@ -384,11 +411,47 @@ class Connection:
     def check(self) -> None:
         """Refuse a call of a client that is closed, or in a child of its process.
 
+        One without a rank that was idle while its links ended begins a new session, if need be.
+
         Raises:
-            ClientClosed, or the reason why it was closed.
+            ClientClosed, or the reason why it was closed. ParamServeError: no new session could be
+                begun. Nothing was applied.
         """
+        if not self.checks:
+            return
+        self.checks = False  # first: another thread may close the client now
         if self.closed:
+            self.checks = True
             raise self._ended()
+        if self.rank == NO_RANK and not self._leaves and not self.exchange.refresh():
+            self.checks = True
+            self._begin_anew()
+
+    def _beaten(self) -> None:
+        """A heartbeat was sent: time has passed, in which a link may have ended."""
+        self.checks = True
+
+    def _begin_anew(self) -> None:
+        """Join as a new client, which knows what this one knew: no request of it is under way."""
+        with self.lock:
+            if self.exchange.refresh():  # another thread has done it
+                return
+            limit_s = self.timeout_s
+            call = Join(0, self.rank, os.getpid(), 0, max(limit_s, LEAST_S))
+            self.control.begin_anew(limit_s)
+            joined = self.control.call(call, Joined, timeout_s=limit_s)
+            if joined.cluster != self._cluster:
+                error = ServerGone(
+                    f"client {self.id} came back after a pause, to another cluster: that which it "
+                    "knew at this address has ended",
+                    fix="make a new client",
+                )
+                self.close(error, leave=False)
+                raise self._ended()
+            identity = Reconnect(0, joined.cluster, joined.client, joined.incarnation, self.rank)
+            self.control.identify(identity, self.deadlines)
+            self.exchange.begin_anew(joined, limit_s)
+            self.id = joined.client
 
     def _ended(self) -> ParamServeError:
         if os.getpid() != self._pid:
@@ -404,7 +467,7 @@ class Connection:
 
     def abandon(self) -> None:
         """This process is a fork of the client's: no call may use its copy."""
-        self.closed = True
+        self.closed = self.checks = True
 
     def close(
         self,
@@ -424,13 +487,14 @@ class Connection:
         """
         if self.closed:
             return
+        self._leaves = True
         in_order = reason is None or isinstance(reason, ClientClosed)
         if in_order and leave and drain is not None:
             # An error here was raised before, or is lost with the run that this client belongs to.
             with contextlib.suppress(ParamServeError, ConnectionError):
                 drain(CLOSE_S)
         self._reason = reason
-        self.closed = True
+        self.closed = self.checks = True
         self.exchange.close(reason, bye=leave)
         self.control.hurry()
         self._heartbeat.stop()

@@ -70,7 +70,7 @@ class Dense:
 
         It is the caller's until it goes into a `step`; until then this gives the same one again.
         """
-        if self._connection.closed:
+        if self._connection.checks:
             self._connection.check()
         with self._lock:
             return self.gradients.slot(block)
@@ -109,7 +109,7 @@ class Dense:
                 number out of its range. In all cases nothing was applied. What `tables` had kept
                 for this tick goes with a gradient that is refused: its tickets say so.
         """
-        if self._connection.closed:
+        if self._connection.checks:
             self._connection.check()
         if not 0.0 < weight < math.inf or not 0.0 <= clip_norm < math.inf:
             raise ValueError(f"weight must be > 0, clip_norm >= 0, not {weight} and {clip_norm}")
@@ -285,7 +285,7 @@ class Dense:
         timeout_s: float | None,
     ) -> dict[str, Array]:
         """See `Client.push_pull`."""
-        if self._connection.closed:
+        if self._connection.checks:
             self._connection.check()
         if weight is not None:
             check_weight(weight)

@@ -28,7 +28,7 @@ from paramserve.client.links import (
     Slot,
     again,
 )
-from paramserve.config import Credentials, Deadlines, Limits
+from paramserve.config import NO_RANK, Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, Operation, SlotPool
 from paramserve.errors import (
     ClientClosed,
@@ -129,6 +129,8 @@ class Exchange(Links):
         """When the wait began that is under way, the latest of them; None: there is none."""
         self._mute_at = self.now()
         """When a shard that listens was last tried in vain."""
+        self._forgotten = False
+        """Whether a shard has ended the session while nothing was unanswered."""
         self._add_arena(FIRST_ARENA_BYTES)
         try:
             for shard in self.shards:
@@ -196,6 +198,82 @@ class Exchange(Links):
         self._mute_at = now = self.now()
         shard.mute_since = shard.mute_since if shard.mute_since is not None else now
         return now - shard.mute_since < self._deadlines.stall_s
+
+    # --- idle clients ------------------------------------------------------------------------
+
+    def _may_begin_anew(self) -> bool:
+        """Whether a new session would repeat and lose nothing: no worker waits for this client, and
+        all that it has sent was answered."""
+        return self._hello.rank == NO_RANK and not any(s.session.unanswered for s in self.shards)
+
+    def refresh(self) -> bool:
+        """Before a call: make links anew that have ended while the client was idle.
+
+        Returns:
+            False: a shard has forgotten the client meanwhile; see `begin_anew`.
+        """
+        with self._lock:
+            under_way = self._closed or self._polling or self._torn or self._mid_call
+            if under_way or self._gone is not None or not self._may_begin_anew():
+                return True
+            ended = [self.shards[number] for number in sorted(self._down)]
+            if not ended:
+                found = self._poll.poll(0)
+                known = self._by_fileno
+                ended = [known[fileno] for fileno, _ in found if fileno in known]
+            for shard in ended:
+                self._mid_call |= {shard.number}
+                self._renew_link(shard)
+                self._mid_call -= {shard.number}
+            return not self._forgotten
+
+    def _renew_link(self, shard: ReachedShard) -> None:
+        """Make a link anew if it has ended, while nothing is unanswered. What else is wrong, the
+        call finds that follows."""
+        try:
+            if shard.link is not None and shard.number not in self._down:
+                self._take_all(shard, shard.link)
+                return
+        except ConnectionError as error:
+            logger.debug("the idle link to shard %d has ended: %s", shard.number, error)
+        except ParamServeError as error:  # the server has said why it ends
+            shard.farewell = error
+        self._disconnect(shard)
+        if shard.farewell is not None:
+            return
+        try:
+            self._connect(shard, self._deadlines.reconnect_s)
+        except ClientClosed:
+            self._disconnect(shard)
+            self._forgotten = True
+        except (ParamServeError, OSError):
+            self._disconnect(shard)
+
+    def begin_anew(self, joined: Joined, timeout_s: float) -> None:
+        """Begin a new session with every shard, with a new identity; `refresh` said that a shard
+        has none.
+
+        Raises:
+            ParamServeError: a shard was not reached. `refresh` goes on asking for a new session.
+        """
+        with self._lock:
+            for shard in self.shards:
+                if shard.link is not None:
+                    with contextlib.suppress(ConnectionError, ParamServeError):
+                        shard.link.send(encode(Bye(True)))
+                self._disconnect(shard)
+            self._torn = "the beginning of a new session"
+            for shard, addresses in zip(self.shards, joined.servers, strict=True):
+                kept = shard.session
+                shard.session = type(kept)(kept.shard, kept.window, kept.requests)
+                shard.addresses, shard.farewell = addresses, None
+            hello = structs.replace(self._hello, client=joined.client, again=False)
+            self._hello = hello
+            self._torn = ""
+            for shard in self.shards:
+                self._connect(shard, timeout_s)
+            self._hello = structs.replace(hello, again=True)
+            self._forgotten = False
 
     # --- sending -----------------------------------------------------------------------------
 

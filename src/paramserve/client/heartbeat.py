@@ -62,6 +62,8 @@ class Heartbeat:
         it wants to know of none."""
         self.usage: Callable[[], WorkerUsage | None] = lambda: None
         """What the client has done with its time so far."""
+        self.beaten: Callable[[], None] = lambda: None
+        """Is told of each heartbeat."""
         self._told: tuple[SentGradients, ...] = ()
         """Of that, what the coordinator knows."""
         self._clock = 0
@@ -103,6 +105,7 @@ class Heartbeat:
         while not self._stop.wait(self._every_s):
             try:
                 self._beats()
+                self.beaten()
                 if self.cut_at is not None:
                     self._hear(self.cut_at)
             except Exception:  # without heartbeats this process would be ended

@@ -175,7 +175,7 @@ class Keyed:
         leased: bool = False,
     ) -> Ticket:
         """As `push`, of rows that have been checked, each of another table of this client."""
-        if self._connection.closed:
+        if self._connection.checks:
             self._connection.check()
         with self._lock:
             collects: list[bool] = []

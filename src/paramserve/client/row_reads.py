@@ -160,7 +160,7 @@ class RowReads:
         exact: bool = False,
     ) -> Array:
         """Rows of keys, int64 [n], as float32 [n, dim]; see `Table.pull`."""
-        if self._connection.closed:
+        if self._connection.checks:
             self._connection.check()
         assert block.table is not None
         if not keys.size:

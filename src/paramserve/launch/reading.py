@@ -190,8 +190,8 @@ class Watching:
         self._seconds = seconds
         self._reader: Reader | None = None
         self._since_s: float | None = None
-        self._watches = False
-        """Whether the present servers have been told to keep snapshots."""
+        self._watches = 0
+        """The client for which the present servers were told to keep snapshots; 0: none."""
         self._known: list[str] = []
         """The run's groups and tables, as long as this one is none of them."""
         self._missing_since_s: float | None = None
@@ -232,7 +232,7 @@ class Watching:
 
     def forget(self) -> None:
         """Let go of the client, which is closed. Other servers begin with an older version."""
-        self._reader, self._watches, self._after = None, False, 0
+        self._reader, self._watches, self._after = None, 0, 0
 
     def take_kept(self) -> Snapshot | None:
         """One that `drain` took over; when the servers are gone."""
@@ -248,7 +248,7 @@ class Watching:
     def _ask(self, reader: Reader) -> Snapshot | None:
         now_s = self._seconds()
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
-        if not self._watches:
+        if self._watches != reader.client.connection.id:  # the first time, or in a new session
             if self.group not in groups:
                 tables = reader.tables()
                 if self.group in tables:
@@ -260,7 +260,7 @@ class Watching:
                 self._miss([*filter(is_trained, groups), *tables], now_s)
                 return None
             Snapshots(reader.client).watch(self.group, self._every, self._keep)
-            self._watches = True
+            self._watches = reader.client.connection.id
             if self._since_s is None:
                 self._since_s = now_s
         assert self._since_s is not None, "it is set with the first watch"

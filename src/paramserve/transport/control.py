@@ -132,6 +132,31 @@ class ControlLink:
         follow must be such that repeating them is safe."""
         self._identity, self._deadlines = identity, deadlines
 
+    def begin_anew(self, timeout_s: float) -> None:
+        """Connect again as one whom the coordinator does not know yet; `identify` says who it is.
+
+        Raises:
+            As `connect`; and Timeout: another thread's call was under way until then.
+        """
+        assert self._dial is not None
+        if not self._lock.acquire(timeout=timeout_s):
+            raise Timeout(
+                f"another call to the coordinator at {self.address} took {timeout_s:.1f} s",
+                fix="try again",
+            )
+        try:
+            link = self._dial(timeout_s)
+            with self._io:
+                before, self._link = self._link, link
+                self._poll = select.poll()
+                self._poll.register(link, select.POLLIN)
+                self._identity = self._refusal = None
+                self._given_up = False
+                before.close()
+            self.address = link.address
+        finally:
+            self._lock.release()
+
     def hurry(self) -> None:
         """This side is about to end: a broken connection is tried once more, for `HURRY_S`, and one
         that takes nothing for `HURRIED_IO_S` is broken, also where another thread waits there."""

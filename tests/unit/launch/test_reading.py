@@ -58,6 +58,7 @@ class HoldsValues:
         self.held = list(blocks)
         self.dense = self
         self.reads = SimpleNamespace(exact=False)
+        self.connection = SimpleNamespace(id=1)
         self.versions = list(versions)
         self.watched: list[tuple[str, int, int]] = []
         self.held_tables: list[WritesItsName] = []
