@@ -277,6 +277,8 @@ def delete(state: GroupState, message: Delete, memory: Memory) -> Answer:
     block.clock = state.members.slowest
     keys, _ = block.named(memory.get(message.arena), message)
     removed = block.delete(keys)
+    if block in state.collect.held:  # the clock may make any of these rows again
+        block.hold(removed)
     state.collect.prepared = None  # it was computed from what is removed now
     return Answer(Done(message.seq, state.version, counts=(removed,)))
 

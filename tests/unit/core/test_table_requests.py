@@ -472,6 +472,21 @@ def test_rows_put_while_a_clock_is_decided_take_no_room_from_it() -> None:
     done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([9], 10.0)))
 
 
+def test_room_of_rows_that_are_deleted_while_a_clock_is_decided_is_kept_for_it() -> None:
+    one = rig(table_spec(policy=Sync(reduce="sum")), shards=2, workers=1)
+    one.join(9)
+    one.shards[1].blocks[0].store.rows_max = 2
+    done(one.send(9, Put(0, 0, 2, -1, 0, 0), 1, pushed([7, 8], 10.0)))
+    push(one, [7], shard=1)
+    assert done(one.send(9, Delete(0, 0, 1, 0, 0), 1, named([7]))).counts == (1,)
+    assert refused(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([9]))).applied == "no"
+    push(one, [], shard=0)
+    one.deliver()
+    assert rows_of(one, [7], 1) == [2.0]
+    assert done(one.send(9, Delete(0, 0, 1, 0, 0), 1, named([7]))).counts == (1,)
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([9])))
+
+
 # --- which rows are there -----------------------------------------------------------------------
 
 

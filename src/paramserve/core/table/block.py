@@ -217,9 +217,10 @@ class KeyedBlock(ShardStorage):
         """
         self._admitted(gradient, Purpose.DRAFT)
 
-    def hold(self) -> None:
-        """Keep the room for the rows of the update that was looked at last, until `release`."""
-        self.store.held = self.store.drafted
+    def hold(self, removed: int = 0) -> None:
+        """Keep the room for the rows of the update that was looked at last, until `release`; and
+        for rows that were removed since."""
+        self.store.held = self.store.held + removed if removed else self.store.drafted
 
     def release(self) -> None:
         """That update was applied, or is not to come."""
