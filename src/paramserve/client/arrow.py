@@ -278,6 +278,16 @@ def from_parquet(
         return taking.take(parts, put)
 
 
+def table_of(path: str) -> str | None:
+    """The name of the table that a file says it has rows of; None: it does not say.
+
+    Raises:
+        OSError, ValueError, ParamServeError: as `check_file`.
+    """
+    told = told_by(_schema(path))
+    return None if told is None else told.table
+
+
 def check_file(path: str) -> None:
     """See that a file has rows of a table, as `to_parquet` writes them.
 

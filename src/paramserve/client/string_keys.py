@@ -236,16 +236,23 @@ def _refuse(what: str, element: Any, number: int, shape: tuple[int, ...]) -> NoR
             f"{what} came as {kind}, and neither numpy nor a table takes its elements one by one. "
             "Applied: no. To fix: give a list or an array, as in list(keys)"
         )
-    raise _no_text(what, f"are no strings: {place} has the type {kind}")
+    integers = number == 0 and isinstance(element, int | np.integer) and kind != "bool"
+    raise _no_text(what, f"are no strings: {place} has the type {kind}", integers=integers)
 
 
-def _no_text(what: str, told: str) -> TypeError:
-    return TypeError(
-        f"{what}: these {told}. Applied: no. To fix: ps.keys_of takes str and bytes. Ids that are "
-        f"strings elsewhere, as in an earlier run, have to be strings here: {READ_AS_STRINGS}. "
+def _no_text(what: str, told: str, *, integers: bool = False) -> TypeError:
+    """The error for a column that is not of strings. What to do with integers comes first where it
+    begins with one."""
+    keys = (
         "Integers that are integers everywhere are keys already: give them to the table as an "
         "integer array (.astype(np.int64))"
     )
+    strings = (
+        "Ids that are strings elsewhere, as in an earlier run, have to be strings here: "
+        f"{READ_AS_STRINGS}"
+    )
+    fixes = [keys, strings] if integers else ["ps.keys_of takes str and bytes", strings, keys]
+    return TypeError(f"{what}: these {told}. Applied: no. To fix: {'. '.join(fixes)}")
 
 
 def _not_utf8(what: str, text: str, number: int, shape: tuple[int, ...]) -> ValueError:

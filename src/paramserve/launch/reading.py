@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from paramserve.errors import ParamServeError, UnknownName, warn_user
 
 State = dict[str, npt.NDArray[Any]]
 
+FILE_NAME_MAX = 240
+"""Bytes of a table's name in that of its file; file systems take 255 with the suffix."""
 SNAPSHOT_POLL_S = 0.05
 """Between two questions for the next snapshot."""
 EXTRA_STATE = "_extra_state"
@@ -298,10 +301,15 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def table_file(name: str) -> str:
-    """The file of a table: its name, with nothing in it that no file name can hold."""
+    """The file of a table: its name, with nothing in it that no file name can hold; of one that is
+    too long for that, the beginning, and a hash."""
+    quoted = name
     for letter in "%/\0":
-        name = name.replace(letter, f"%{ord(letter):02X}")
-    return f"{name}.parquet"
+        quoted = quoted.replace(letter, f"%{ord(letter):02X}")
+    if len(quoted.encode()) > FILE_NAME_MAX:
+        first = quoted.encode()[: FILE_NAME_MAX - 33].decode(errors="ignore")
+        quoted = f"{first}-{blake2b(name.encode(), digest_size=16).hexdigest()}"
+    return f"{quoted}.parquet"
 
 
 def _of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
 import cloudpickle
 
-from paramserve.client.arrow import check_file, saying
+from paramserve.client.arrow import check_file, saying, table_of
 from paramserve.config import FIRST_OPTIMIZER
-from paramserve.launch.reading import is_extra
+from paramserve.launch.reading import is_extra, table_file
 from paramserve.launch.result import Result
 
 STATE_BYTES_MAX = (1 << 32) - (1 << 20)
 """Of values that a worker is started with. Source: the msgpack specification, bin 32."""
 
 TABLES_SUFFIX = ".parquet"
+HASHED = re.compile(r"-[0-9a-f]{32}\.parquet$")
+"""At the end of a file's name that has the beginning of its table's (`table_file`)."""
 
 GivenTables = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 GivenState = Result | Mapping[str, Any] | str | os.PathLike[str]
@@ -65,13 +68,22 @@ def find_tables(given: GivenTables | None) -> dict[str, str]:
     else:
         folder = _path(given)
         names = [each for each in _listed(folder) if each.endswith(TABLES_SUFFIX)]
-        files = {unquote(n.removesuffix(TABLES_SUFFIX)): os.path.join(folder, n) for n in names}
+        files = {_table_in(folder, name): os.path.join(folder, name) for name in names}
     if not files:
         raise ValueError(f"load_tables has no table: no file *{TABLES_SUFFIX} is in {given!r}")
     found = {_name(name): os.path.abspath(_path(path)) for name, path in files.items()}
     for path in found.values():
         check_file(path)
     return found
+
+
+def _table_in(folder: str, file: str) -> str:
+    """The table whose rows a file has: by its own name, unless that may be the beginning only."""
+    name = unquote(file.removesuffix(TABLES_SUFFIX))
+    if HASHED.search(file) is None:
+        return name
+    table = table_of(os.path.join(folder, file))
+    return table if table is not None and table_file(table) == file else name
 
 
 def _listed(folder: str) -> list[str]:

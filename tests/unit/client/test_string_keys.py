@@ -227,6 +227,14 @@ def test_what_is_no_string_is_refused(wrong: Any, text: str) -> None:
         ps.keys_of(wrong)
 
 
+@pytest.mark.parametrize("column", [np.array([1, 2], object), [1, 2]], ids=["object", "list"])
+def test_integers_in_an_object_column_are_told_to_be_integers_first(column: Any) -> None:
+    with pytest.raises(TypeError, match=r"To fix: Integers that .*astype\(np\.int64\)"):
+        ps.keys_of(column)
+    with pytest.raises(TypeError, match=r"To fix: ps\.keys_of takes str"):
+        ps.keys_of(["a", 1])
+
+
 def test_string_without_utf8_is_refused_with_its_position() -> None:
     for column in (["a", "b\udc80"], np.array(["a", "b\udc80"])):
         with pytest.raises(ValueError, match=r"position 1 is 'b\\udc80', which has no UTF-8"):

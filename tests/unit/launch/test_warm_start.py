@@ -15,8 +15,13 @@ import pytest
 import torch
 from tests.needs import needs
 
-from paramserve.launch import Result, warm_start
+from paramserve.client.arrow import schema_of
+from paramserve.core.table.options import TableOptions, Zeros
+from paramserve.launch import Result, reading, warm_start
 from paramserve.launch.warm_start import find_tables, pack_state
+from paramserve.messages import BlockSpec, TableSpec
+from paramserve.rules import Add
+from paramserve.rules.registry import described_by
 
 
 def packed(given: Any) -> Any:
@@ -171,6 +176,21 @@ def test_tables_of_a_folder_go_by_the_names_of_files(tmp_path: Path) -> None:
         "words": str(tmp_path / "users.parquet")
     }
     assert find_tables(None) == {}
+
+
+@pytest.mark.parametrize("letter", ["u", "/", "ü", "\U0001f600"])
+def test_table_with_the_longest_name_has_a_file_and_is_found(tmp_path: Path, letter: str) -> None:
+    names = [letter * 512, letter * 511 + "x", letter * 60]
+    for name in names:
+        pa = needs("pyarrow")
+        table = TableSpec(2, "float32", 0, TableOptions(Zeros()).to_spec())
+        block = BlockSpec(
+            1, 1, name, "float32", described_by(Add(), rows=True), (), (), None, table
+        )
+        rows = pa.table({"key": [1], "value": [[1.0, 2.0]]})
+        rows = rows.replace_schema_metadata(schema_of(block, -1).metadata)
+        needs("pyarrow.parquet").write_table(rows, tmp_path / reading.table_file(name))
+    assert find_tables(tmp_path).keys() == set(names)
 
 
 @pytest.mark.parametrize(
