@@ -136,6 +136,88 @@ def test_what_own_steps_cannot_do_is_refused(
         Learner(worker, **options)
 
 
+# --- NaN ------------------------------------------------------------------------------------------
+
+
+def test_nan_of_one_worker_leaves_out_its_exchange_alone(make_cluster: MakeCluster) -> None:
+    policy = ps.LocalSteps(2, outer=ps.SGD(lr=1.0), on_nonfinite="skip")
+    cluster = make_cluster(servers=2, workers=2, policy=policy)
+
+    def train(worker: Worker) -> tuple[float, list[bool]]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        own = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer: Any = worker.optimizer(model, own)
+        dropped = []
+        for step in range(8):
+            spoils = step == 2 and worker.rank == 0
+            model.weight.grad = torch.full((1, 1), math.nan if spoils else -1.0)
+            optimizer.step()
+            if step % 2:
+                dropped.append(optimizer.last_step.dropped)
+        return float(model.weight.detach()), dropped
+
+    returned = Ranks(cluster, train).start(0, 1).end()
+    assert returned == {0: (8.0, [False, True, False, False]), 1: (8.0, [False] * 4)}
+
+
+OWN: dict[str, Any] = {"outer": ps.SGD(lr=1.0), "on_nonfinite": "skip"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ps.LocalSteps(2, merge=0.5, **OWN),
+        ps.LocalSteps(4, fragments=2, **OWN),
+        ps.LocalSteps(4, fragments=2, delay=1, merge=0.5, **OWN),
+        ps.AsyncLocalSteps(2, merge=0.5, **OWN),
+        ps.ElasticAverage(every=2, rho=0.5, on_nonfinite="skip"),
+    ],
+    ids=lambda policy: f"{type(policy).__name__}-{getattr(policy, 'fragments', '')}",
+)
+def test_nan_in_one_own_step_is_over_after_an_exchange(
+    make_cluster: MakeCluster, policy: Any
+) -> None:
+    cluster = make_cluster(workers=1, policy=policy)
+    worker = Worker(cluster.client(rank=0), seed=1)
+    model = torch.nn.Linear(3, 2)
+    own = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer: Any = worker.optimizer(model, own)
+    dropped = 0
+    for step in range(12):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, math.nan if step == 2 else 1.0)
+        before = optimizer.last_step
+        optimizer.step()
+        dropped += optimizer.last_step is not before and optimizer.last_step.dropped
+        if step > 6:
+            for param in model.parameters():
+                assert torch.isfinite(param).all()
+                assert torch.isfinite(optimizer.state[param]["exp_avg"]).all()
+    assert dropped == 1
+
+
+def test_own_steps_that_stay_nan_are_told_of_while_the_run_goes_on(
+    make_cluster: MakeCluster,
+) -> None:
+    policy = ps.AsyncLocalSteps(1, **OWN)
+    worker = Worker(make_cluster(workers=1, policy=policy).client(rank=0), seed=1)
+    model = torch.nn.Linear(1, 1)
+    optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, math.nan)
+        optimizer.step()
+
+    for _ in range(9):
+        step()
+    with pytest.warns(UserWarning, match="last 10 steps of group 'model' were left out"):
+        step()
+    for _ in range(12):
+        step()  # once is enough
+
+
 # --- step counts by speed -------------------------------------------------------------------------
 
 

@@ -66,6 +66,8 @@ OWN_STEPS: dict[str, LocalSteps | AsyncLocalSteps] = {
     "fragments": LocalSteps(6, fragments=3, delay=1, merge=0.5),
     "local-backup": LocalSteps(4, fragments=2, backup=1),
     "local-timeout": LocalSteps(3, timeout_s=0.01),
+    "local-skip": LocalSteps(2, on_nonfinite="skip"),
+    "local-skip-backup": LocalSteps(4, fragments=2, backup=1, on_nonfinite="skip"),
     "async": AsyncLocalSteps(3, DelayedNesterov(pushes=3)),
     "async-drop": AsyncLocalSteps(2, DelayedNesterov(pushes=2, activation=0.25), drop_after=2),
 }

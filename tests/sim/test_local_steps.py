@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tests.sim import planted, planted_sessions
 from tests.sim.policies import OWN_STEPS
 
 from paramserve.client.steps import Steps
 from paramserve.consistency import built_in
+from paramserve.core import collecting, commit
 from paramserve.core.block import ShardBlock
 from paramserve.core.events import Effects, Event, MembersChanged
 from paramserve.core.shard import Shard
@@ -129,6 +131,32 @@ def mean_is_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedL
     return SimulatedLocalSteps
 
 
+def nan_skips_the_whole_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+    """What one worker has changed to NaN costs the others their exchange."""
+    monkeypatch.setattr(collecting, "_without_nonfinite", lambda epoch, held: [])
+    return SimulatedLocalSteps
+
+
+def mean_counts_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+    """The differences without NaN are divided by the weight of all."""
+    decide = commit.decide
+
+    def all_of(parts: Any, epoch: Any) -> Any:
+        decision = decide(parts, epoch)
+        whole = len(parts[0].contributors)
+        return structs.replace(decision, scale=1.0 / whole) if decision.contributors else decision
+
+    monkeypatch.setattr(commit, "decide", all_of)
+    return SimulatedLocalSteps
+
+
+def each_shard_leaves_out_its_own(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+    """The lead goes by the list of one shard of those that are left out."""
+    left_in = commit._left_in
+    monkeypatch.setattr(commit, "_left_in", lambda parts: left_in(parts[:1]))
+    return SimulatedLocalSteps
+
+
 def momentum_is_forgotten_with_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedLocalSteps]:
@@ -165,6 +193,9 @@ def base_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLoc
         (momentum_is_renewed_one_push_early, "async", "outer_steps_are_those_of_the_exchanges"),
         (dropped_exchanges_are_counted, "async-drop", "outer_steps_are_those_of_the_exchanges"),
         (mean_is_over_all_workers, "local-backup", "outer_steps_are_those_of_the_exchanges"),
+        (nan_skips_the_whole_clock, "local-skip", "restarts_keep_the_clocks"),
+        (mean_counts_what_is_left_out, "local-skip", "outer_steps_are_those_of_the_exchanges"),
+        (each_shard_leaves_out_its_own, "local-skip", "spoiled_gradients_change_nothing"),
         (momentum_is_forgotten_with_a_worker, "local", "outer_steps_are_those_of_the_exchanges"),
         (base_is_not_remembered, "async", "exchanges_are_of_what_was_read"),
     ],

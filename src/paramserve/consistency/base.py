@@ -147,11 +147,14 @@ class Policy:
             sum times `scale` is applied on all shards, or on none. `on_push` is not asked.
         keeps_reads: the shard keeps what each worker read last, for `Apply.compensate`: up to three
             copies of the group's values for each worker.
+        skips_alone: where it `collects`, "skip" leaves out the workers that send NaN or Inf, and
+            the clock has the others; else the clock has none. Asked for with one of some.
         on_nonfinite: "refuse" raises `NonFinite` in the worker that sends NaN or Inf; "skip"
             applies nothing of it, and counts it.
     """
 
     collects: ClassVar[bool] = False
+    skips_alone: ClassVar[bool] = False
     keeps_reads: ClassVar[bool] = False
     on_nonfinite: OnNonFinite = "refuse"
 

@@ -326,7 +326,9 @@ class LocalSteps(Sync):
 
     A worker steps with its own torch optimizer, and pushes the difference (values before - values
     now); `outer` is the rule of the servers. One clock is `every` steps. All else is as for `Sync`,
-    but `reduce`, which is "mean".
+    but `reduce`, which is "mean", and `on_nonfinite="skip"`: it leaves out, and counts as dropped,
+    what a worker has changed to NaN or Inf; the mean is that of the others, from whose values this
+    worker then goes on, with its own optimizer's state begun anew where that is not finite.
 
     `worker.optimizer` makes the own steps; those that are left over at the end of the run, or of a
     leased loader, are exchanged then. Loaders of the worker that are iterated after it count a
@@ -350,6 +352,7 @@ class LocalSteps(Sync):
         al., 2025 (arXiv 2501.18512).
     """
 
+    skips_alone: ClassVar[bool] = True
     reduce: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     on_nonfinite: OnNonFinite = field(default="refuse", kw_only=True)
     backup: int = field(default=0, kw_only=True)

@@ -15,6 +15,7 @@ from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import NONFINITE_FIX, Contribution, PreparedUpdates, refusal_of
 from paramserve.core.group_state import GroupState
+from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.shard_storage import Keep
 from paramserve.core.stepping import Part, largest
@@ -107,6 +108,9 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
     state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]
     held = [pending[rank] for rank in ranks]
+    others = _without_nonfinite(epoch, held)
+    if others:
+        ranks, held = [each.session.rank for each in others], others
     steps = [each.step for each in held]
     weights = sum([each.weight for each in held])
     refusal: Refusal | None = None
@@ -165,7 +169,18 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
         clip,
         squared,
         refusal,
+        tuple([(each.session.client, each.weight) for each in others]),
     )
+
+
+def _without_nonfinite(epoch: PolicyEpoch, held: list[Contribution]) -> list[Contribution]:
+    """The contributions of a clock whose policy leaves out those with NaN or Inf; empty: none is
+    to be left out, or nothing would be left."""
+    if not epoch.policy.skips_alone or epoch.policy.on_nonfinite == "refuse":
+        return []
+    good = [each for each in held if each.finite and not each.step.skip and not each.refusal]
+    refused = any(each.refusal for each in held)
+    return good if len(good) < len(held) and not refused else []
 
 
 def _sum_is_finite(state: GroupState, held: list[Contribution], scale: float) -> bool:

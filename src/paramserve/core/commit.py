@@ -204,10 +204,11 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
         good = good and part.finite and not part.skip
     if refusal:
         return structs.replace(nothing, refusal=refusal)
-    if not good:
+    contributors, weight = _left_in(parts)
+    if not good or not contributors:
         return nothing
     try:
-        scale = policy_calls.scale(epoch, first.weight)
+        scale = policy_calls.scale(epoch, weight)
     except PolicyFailed as error:
         refusal = (type(error).__name__, error.failed, error.fix)
         return structs.replace(nothing, refusal=refusal)
@@ -219,7 +220,20 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
         if not isfinite(norm):
             return nothing
         scale *= min(1.0, first.clip_norm / (norm + CLIP_EPSILON))
-    return structs.replace(nothing, contributors=first.contributors, scale=scale)
+    return structs.replace(nothing, contributors=contributors, scale=scale)
+
+
+def _left_in(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
+    """Whose gradients make a clock, and their weights together: those that no shard leaves out.
+    None, where they would be clipped by the norm of others."""
+    first = parts[0]
+    if not any(part.others for part in parts):
+        return first.contributors, first.weight
+    if first.clip_norm > 0.0 and any(part.others != first.others for part in parts):
+        return (), 0.0
+    lists = [dict(part.others) for part in parts if part.others]
+    kept = [each for each in first.contributors if all(each in others for others in lists)]
+    return tuple(kept), sum([lists[0][each] for each in kept])
 
 
 _CLIPPING = -1

@@ -726,8 +726,9 @@ class GroupMachine:
         if step.mark is not None:
             state.mark(session.client, step.mark)
         session.fenced_at = step.seq  # counts if it is fenced: the clock had it
-        if skipped and commit.contributors and step.push:
-            state.drop(session.rank)  # decided without it, as its policy allows
+        left_out = step.skip and state.at(commit.clock).policy.skips_alone
+        if skipped and commit.contributors and (step.push or left_out):
+            state.drop(session.rank)  # decided without it, as its policy has it
         if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
         done = Done(step.seq, state.version, state.members.slowest, 0, skipped)

@@ -90,7 +90,7 @@ class GroupState:
         self.staleness: dict[int, Staleness] = {}
         self.skipped = 0
         self.dropped: dict[int, int] = {}
-        """By rank: gradients that came too late or were too stale."""
+        """By rank: gradients that came too late, were too stale, or were left out alone for NaN."""
         self.marks: dict[int, tuple[int, int]] = {}
         """By client: the newest mark of its steps whose outcome is decided."""
         self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}

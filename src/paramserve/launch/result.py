@@ -90,7 +90,8 @@ class Result:
         groups: how each group stood at the end: policy, updates, and of each worker staleness,
             dropped gradients, and with a codec the bytes of gradients, as sent and as they were,
             and the norm of what is left out of them.
-        dropped: each rank's gradients that came too late or were too stale, over all groups.
+        dropped: each rank's gradients that came too late or were too stale, or under
+            `ps.LocalSteps` held NaN or Inf, over all groups.
         samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
             the coordinator last knew it.
         table_files: with `save_tables=`: each keyed table's file, by its name.

@@ -17,7 +17,9 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     contributor asked to skip; `finite`: whether the gradients are, and their reduced sum; `weight`:
     the sum of theirs; `members`: number of the `GroupMembership` that it goes by, without which the
     lead does not count it. With clipping, `squared_norm` is that of this shard's part of the sum of
-    gradients, before `scale`; both are 0 without.
+    gradients, before `scale`; both are 0 without. `others`: where the policy leaves some out for
+    NaN or Inf, the client and the weight of each that is not left out here, of which alone all that
+    is said; empty: none is left out.
     """
 
     group: int
@@ -31,6 +33,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     clip_norm: float = 0.0
     squared_norm: float = 0.0
     refusal: tuple[str, str, str] | None = None
+    others: tuple[tuple[int, float], ...] = ()
 
 
 class Prepare(Struct, frozen=True, array_like=True, tag="prepare"):

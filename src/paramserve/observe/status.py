@@ -118,8 +118,8 @@ class GroupStatus:
         coming: the next policy and the clock from which on it holds, as "Sync from clock 40"; empty
             if none has been decided, or if it holds already.
         staleness_by_rank: of each worker's pushes; a push's is the mean over the shards.
-        dropped_by_rank: gradients of each worker that came too late or were too stale, on the shard
-            that dropped most of them.
+        dropped_by_rank: gradients of each worker that came too late or were too stale, or under
+            `ps.LocalSteps` held NaN or Inf, on the shard that dropped most of them.
         buffered: gradients that wait until their buffer is full.
         kept_bytes: copies of what workers have read, on all shards together.
         table: what the group's table holds; None: it is a group of tensors.

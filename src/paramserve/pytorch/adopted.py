@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=AdoptedBlock)
 
+SKIPPED_MAX = 10
+"""Steps that a policy skips in a row for NaN or Inf, without a warning."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -178,6 +181,8 @@ class Adopted(ABC, Generic[B]):
         self._sent: list[Ticket] = []
         """Of steps whose answers are not in the model yet, oldest first. What an interrupt or a
         timeout has left here is forgotten with the next step: its slots go back then."""
+        self._skipped = 0
+        """Steps in a row that were not applied, up to the last."""
         self._clocked = settings.name
         """The group whose clock its steps count."""
         self._unserved: dict[int, Tensor] = {}
@@ -599,9 +604,32 @@ class Adopted(ABC, Generic[B]):
             clock -= 1
         version, staleness = outcome.version, outcome.staleness
         self.history.add(StepRecord(clock, version, staleness, waited_s, outcome.skipped))
+        self._skipped = self._skipped + 1 if outcome.skipped else 0
+        if self._skipped == SKIPPED_MAX:
+            self._warn_of_nonfinite()
         self._install(outcome)
         ticket.release()
         del self._sent[0]
+
+    def _warn_of_nonfinite(self) -> None:
+        """Tell of steps in a row that were skipped for NaN or Inf: once for all ranks, where each
+        of them costs all ranks their clock."""
+        name, rank = self._clocked, self._worker.rank
+        policy = self._client.steps.terms(name).policy
+        if policy is None or policy.on_nonfinite == "refuse":
+            return
+        late = policy.collects and policy.partial
+        late = late or getattr(policy, "drop_after", None) is not None or bool(self.tables.groups)
+        shared = policy.collects and not policy.skips_alone
+        if late or (shared and rank):
+            return
+        whose = "of some rank" if shared else f"of rank {rank}"
+        warn_user(
+            f"the last {SKIPPED_MAX} steps of group {name!r} were left out, because the gradients "
+            f"{whose} hold NaN or Inf, and {type(policy).__name__}(on_nonfinite='skip') leaves "
+            "them out. To fix: lower the learning rate, or clip; on_nonfinite='refuse' names the "
+            "tensor"
+        )
 
     def _install(self, outcome: Outcome) -> None:
         """Copy a step's values into the parameters."""

@@ -298,6 +298,10 @@ class AdoptedBlock:
         """Copy the block's values [size] into the parameters."""
         torch._foreach_copy_(self._params, self._views.of(values)[1])
 
+    def is_finite(self) -> bool:
+        """Whether no parameter holds NaN or Inf."""
+        return all(bool(torch.isfinite(param).all()) for param in self._params)
+
 
 class Sample:
     """Elements of some parameters of one dtype, for comparing them with what they were.

@@ -8,7 +8,7 @@ group. Who waits for whom is the policy's.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paramserve.client import BlockPush
 from paramserve.client.pace import Pace
@@ -61,6 +62,8 @@ class Local(Adopted[B]):
         """Own steps since the last exchange."""
         self._samples = 0.0
         """Behind them, together."""
+        self.optimizer: Callable[[], Optimizer | None] = lambda: None
+        """Which makes the own steps; None: there is none any more."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """As `Adopted.start`; from then on leased loaders know of the own steps."""
@@ -158,6 +161,16 @@ class Local(Adopted[B]):
 
         return clipped
 
+    def _begin_state_anew(self) -> None:
+        """Forget what the own optimizer has of a parameter, if that holds NaN or Inf: no step would
+        ever change it back."""
+        optimizer = self.optimizer()
+        state: MutableMapping[Any, Any] = optimizer.state if optimizer is not None else {}
+        for param, entry in list(state.items()):
+            tensors = [each for each in entry.values() if isinstance(each, Tensor)]
+            if not all(map(_is_finite, tensors)):
+                del state[param]
+
     def _before_own_step(self) -> None:
         """Called before the values change."""
 
@@ -194,6 +207,10 @@ class Local(Adopted[B]):
         super()._numbered(ticket)
         self.since, self._samples = 0, 0.0
         self._schedules.sent()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def unscale(params: Sequence[Tensor], factor: float) -> None:
@@ -389,8 +406,20 @@ class LocalStepping(Local[StartedBlock]):
             self._pushed = ()
 
     def _install(self, outcome: Outcome) -> None:
+        if outcome.skipped and not all(part.is_finite() for part in self._parts):
+            self._begin_anew()
+            return
         for part in self._chosen:
             part.merge(outcome.values[part.block.id], self._stays)
+
+    def _begin_anew(self) -> None:
+        """Own values that hold NaN or Inf would never recover, and spoil those of the other
+        fragments with the next own step: take the servers' values, whole and of all."""
+        self._pull(self._parts)
+        self._changed = set()
+        self._behind = [0.0] * self._fragments
+        self._samples = 0.0
+        self._begin_state_anew()
 
 
 # --- ElasticAverage ----------------------------------------------------------------------------
@@ -479,6 +508,8 @@ class Elastic(Local[ElasticBlock]):
                 part.scatter(center)
             else:
                 part.approach(center, self._moved[part.group])
+        if outcome.skipped:
+            self._begin_state_anew()
 
 
 def moving(alpha: float) -> SGD:

@@ -498,6 +498,8 @@ def _become(optimizer: Optimizer, adopted: Served | LocalStepping | Elastic | Hy
     if isinstance(optimizer, ServedOptimizer):
         optimizer._fetched = FetchedState(optimizer)
         optimizer.state = optimizer._fetched
+    if isinstance(adopted, LocalStepping | Elastic):
+        adopted.optimizer = weakref.ref(optimizer)
     optimizer._patch_step_function()
     if watched:
         _patch_for_scheduler(optimizer)

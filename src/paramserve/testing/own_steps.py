@@ -18,6 +18,8 @@ from paramserve.testing.scripts import SimulatedWorker
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
 
+SPOILED = 0.15
+"""Share of the exchanges that hold NaN."""
 SETTLES_S = 1e-4
 """What a worker does between two calls where it makes no own step takes this long."""
 
@@ -105,13 +107,19 @@ class OwnStepsWorker(SimulatedWorker):
     def _send(self, fragments: list[int]) -> bool:
         chosen = [block for each in fragments for block in self.fragment(each)]
         self._awaits = True
-        sent = self.step(chosen, chosen, tick=True, then=self._exchanged)
+        sent = self.step(chosen, chosen, tick=True, spoiled=self._spoils(), then=self._exchanged)
         if sent:
             self.since = 0
             self.behind = [0 if n in fragments else each for n, each in enumerate(self.behind)]
         else:
             self._awaits = False
         return sent
+
+    def _spoils(self) -> bool:
+        """Whether what it exchanges holds NaN; only where the policy leaves that out."""
+        if self.cluster.scenario.consistency.on_nonfinite == "refuse":
+            return False
+        return self.cluster.random.random() < SPOILED
 
     def _exchanged(self, call: Call, error: ParamServeError | None) -> None:
         self._awaits = False

@@ -162,7 +162,7 @@ def _drops(policy: Policy) -> bool:
 
 def _spoiled(history: History, call: Call, policy: Policy) -> bool:
     """Whether NaN was pushed with a call, or to its clock where that is all or nothing."""
-    if not policy.collects:
+    if not policy.collects or policy.skips_alone:
         return call.spoiled
     return any(each.spoiled and each.clock == call.clock for each in history.calls)
 

@@ -36,7 +36,7 @@ def restarts_keep_the_clocks(history: History) -> list[str]:
     clock that its rank had reached, and no clock goes back.
 
     A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that
-    are late.
+    are late, `LocalSteps(on_nonfinite="skip")` without those that bring NaN.
     """
     wrong = list(history.backwards)
     last: dict[int, int] = {}
@@ -45,16 +45,24 @@ def restarts_keep_the_clocks(history: History) -> list[str]:
         if len(set(ranks)) < len(ranks):
             wrong.append(f"clock {each.clock} has {each.contributors}: one rank twice")
         missing = []
+        policy = history.policy_at(each.clock)
+        bad = {call.rank for call in history.calls if call.clock == each.clock and call.spoiled}
         for rank in sorted({*history.ranks, *last}):
-            if rank not in ranks and not each.empty:
+            if rank in bad and _skips_alone(policy):
+                last[rank] = each.order
+            elif rank not in ranks and not each.empty:
                 if not history.was_away(rank, last.get(rank, 0), each.order):
                     missing.append(rank)
             else:
                 last[rank] = each.order
         for rank in ranks:
             last[rank] = each.order
-        wrong += _done_without(missing, each, history.policy_at(each.clock))
+        wrong += _done_without(missing, each, policy)
     return wrong + _resumed_wrongly(history) + _brought_twice(history) + _left_out(history)
+
+
+def _skips_alone(policy: Policy | None) -> bool:
+    return policy is not None and policy.skips_alone and policy.on_nonfinite == "skip"
 
 
 def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> list[str]:
@@ -100,7 +108,8 @@ def _resumed_wrongly(history: History) -> list[str]:
 
 def _left_out(history: History) -> list[str]:
     """Gradients of a worker that takes itself to be waited for, which their clock was decided
-    without although its policy waits for all."""
+    without although its policy waits for all; or which were skipped for the NaN of others although
+    it leaves out only those."""
     decided = {each.clock: each for each in history.decided}
     wrong = []
     for call in history.calls:
@@ -108,7 +117,10 @@ def _left_out(history: History) -> list[str]:
         rejected = call.push is not None and (call.skipped or call.dropped)
         if not rejected or not isinstance(policy, Sync) or policy.partial:
             continue
-        if clock is not None and not clock.empty:
+        judged = clock is not None and not clock.empty
+        if _skips_alone(policy):
+            judged = clock is not None and not call.spoiled
+        if clock is not None and judged:
             wrong.append(
                 f"{call_name(call)} was left out of clock {call.clock}, which was decided with "
                 f"{clock.contributors} ({policy!r})"

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 from tests.unit.core.rig import block_spec
 
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import (
     CLIP_EPSILON,
@@ -36,6 +36,21 @@ def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
 
 def told(lead: Lead, message: Vote, clock: int) -> list[tuple[int, Commit | Prepare]]:
     return lead.on_vote(message, clock, epoch_from(0, SUM), lambda clients: True)
+
+
+# --- who is left out
+
+
+def test_clock_has_those_that_no_shard_leaves_out() -> None:
+    first = ready(0, 5, 6, 7, others=((5, 2.0), (7, 1.0)), weight=3.0)
+    second = ready(1, 5, 6, 7, others=((6, 4.0), (7, 1.0)), weight=5.0)
+    mean = epoch_from(0, LocalSteps(2, on_nonfinite="skip"))
+    assert decide([first, second], mean) == commit(7, scale=1.0)
+    plain = ready(2, 5, 6, 7, weight=7.0)
+    assert decide([plain, first], mean) == commit(5, 7, scale=1.0 / 3.0)
+    assert decide([first, ready(1, 5, 6, 7, others=((6, 4.0),))], mean) == commit(scale=0.0)
+    clipped = [structs.replace(each, clip_norm=1.0) for each in (first, plain)]
+    assert decide(clipped, mean) == commit(scale=0.0), "the norm is of others"
 
 
 # --- who decides, and when

@@ -212,9 +212,12 @@ class FakeCluster:
             self.changed.notify_all()
 
     def apply(self, contributions: Sequence[tuple[Sent, list[np.ndarray]]]) -> None:
-        if any(sent.skip for sent, _ in contributions):
+        policy = self.policy_of(contributions[0][0].group)
+        if policy.skips_alone:
+            contributions = [each for each in contributions if not each[0].skip]
+        if not contributions or any(sent.skip for sent, _ in contributions):
             return
-        sync = self.policy_of(contributions[0][0].group).collects
+        sync = policy.collects
         weight = sum(sent.weight for sent, _ in contributions) if sync else 1.0
         sums: dict[int, tuple[FakeBlock, np.ndarray, set[int], Any]] = {}
         for sent, gradients in contributions:
