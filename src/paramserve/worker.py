@@ -373,6 +373,8 @@ class Worker:
                 has it too is refused at its next step, and its group keeps the values of that time.
             overlap: return after the push, so that communication and the next gradient overlap. The
                 gradients of step k then come from the values after step k - 2. Not with own steps.
+                The first gradient after a restart or a resume comes from those after k - 1: a Sync
+                run with one is not bit by bit the unbroken run.
             weight: number of samples behind each gradient, or a function that tells it at each
                 step; None: as the worker's loader knows it, else 1. Under `Sync` gradients are
                 multiplied by it; "mean" divides by their sum. LocalSteps adds it up over the steps
