@@ -24,7 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from paramserve.client import Client, Table
 from paramserve.client.loop_progress import LoopProgress
@@ -34,6 +41,7 @@ from paramserve.config import check_count
 from paramserve.core.table import routing
 from paramserve.errors import did_you_mean
 from paramserve.pytorch.embedding import KeyedModule
+from paramserve.seeding import seed_everything
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker
@@ -54,6 +62,30 @@ class _Rows(Dataset[list[torch.Tensor]]):
     def __getitem__(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
         chosen = torch.from_numpy(rows)
         return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._tensors]
+
+
+class SeededBatch(list[int]):
+    """Indices of a batch. A process of a `DataLoader` that begins to fetch its samples seeds its
+    generators: what it draws for a batch does not depend on the batches that it has loaded before.
+
+    Where the batch is loaded in the worker itself, whose generators a restart finds where they
+    were, nothing is seeded.
+
+    Args:
+        entropy: of this batch, the same after a restart.
+    """
+
+    def __init__(self, indices: Sequence[int], entropy: tuple[int, ...]) -> None:
+        super().__init__(indices)
+        self._entropy = entropy
+
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            seed_everything(int(np.random.SeedSequence(self._entropy).generate_state(1)[0]))
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededBatch, ([*super().__iter__()], self._entropy)
 
 
 def order(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ from paramserve.config import check_count
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
     KeysOf,
+    SeededBatch,
     ahead,
     by_rows,
     check_counts,
@@ -57,15 +58,19 @@ class _Order:
 class _Drawing(Sampler[Any]):
     """The batches that are there at this moment, for a loop that waits by itself."""
 
-    def __init__(self, work: LeasedWork, *, arrays: bool) -> None:
+    def __init__(self, work: LeasedWork, seed: int, *, arrays: bool) -> None:
         self._work = work
+        self._seed = seed
         self._order = _Order(work.plan)
         self._arrays = arrays
 
     def __iter__(self) -> Iterator[Any]:
         while (drawn := self._work.draw()) is not None:
             indices = self._order.indices(drawn)
-            yield np.ascontiguousarray(indices) if self._arrays else indices.tolist()
+            if self._arrays:
+                yield np.ascontiguousarray(indices)
+            else:
+                yield SeededBatch(indices.tolist(), (self._seed, drawn.epoch, drawn.start))
 
 
 class LeasedLoader:
@@ -270,6 +275,6 @@ def load_leased(
     if not dataloader_options.get("in_order", True):
         raise ValueError('shards="dynamic" needs its batches in order: leave in_order at True')
     work = lease(worker, dataset, told=True, **sharing)
-    batches = _Drawing(work, arrays=by_rows(dataset, dataloader_options))
+    batches = _Drawing(work, worker.seed, arrays=by_rows(dataset, dataloader_options))
     torch_loader = loading(dataset, batches, dataloader_options)
     return LeasedLoader(work, torch_loader, worker, prefetch)

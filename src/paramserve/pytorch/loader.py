@@ -29,6 +29,7 @@ from paramserve.client.course import Epochs, Shape
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     KeysOf,
+    SeededBatch,
     ahead,
     by_rows,
     check_counts,
@@ -92,6 +93,11 @@ class RankSampler(Sampler[int]):
             return np.arange(self._rank, stop, self._workers, dtype=np.int64)
         return order(self.size, self._seed, self._epoch)[self._rank : stop : self._workers]
 
+    @property
+    def entropy(self) -> tuple[int, int]:
+        """Of the present epoch."""
+        return self._seed, self._epoch
+
     def __iter__(self) -> Iterator[int]:
         self._epoch = self._epochs.next
         self._epochs.next += 1
@@ -103,10 +109,17 @@ class RankSampler(Sampler[int]):
 
 class _Batches(Sampler[Any]):
     """The first `count` whole batches of a sampler, as lists of indices or, with `arrays`, as
-    arrays."""
+    arrays.
 
-    def __init__(self, sampler: RankSampler, batch_size: int, count: int, *, arrays: bool) -> None:
+    Args:
+        rank: of the worker, whose processes draw other random numbers than those of others.
+    """
+
+    def __init__(
+        self, sampler: RankSampler, batch_size: int, count: int, rank: int, *, arrays: bool
+    ) -> None:
         self._sampler = sampler
+        self._rank = rank
         self.batch_size = batch_size
         self._count = count
         self._arrays = arrays
@@ -114,10 +127,16 @@ class _Batches(Sampler[Any]):
         """Batch at which the next pass begins."""
 
     def __iter__(self) -> Iterator[Any]:
-        first, self.first = self.first, 0
+        first = self.first  # torch makes two iterators where it has processes, and uses one
         rows = self._sampler.indices()[first * self.batch_size : len(self) * self.batch_size]
         batches = np.ascontiguousarray(rows).reshape(-1, self.batch_size)
-        return iter(batches if self._arrays else batches.tolist())
+        if self._arrays:
+            return iter(batches)
+        entropy = self._sampler.entropy
+        return (
+            SeededBatch(each, (*entropy, self._rank, number))
+            for number, each in enumerate(batches.tolist(), first)
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -414,7 +433,9 @@ def load(
         done = shared(worker.passes, dataset, arguments, make)
         sampler = RankSampler(size, worker.rank, worker.workers, seed, shuffle, Epochs())
         count = len(sampler) // batch_size
-    batches = _Batches(sampler, batch_size, count, arrays=by_rows(dataset, dataloader_options))
+    batches = _Batches(
+        sampler, batch_size, count, worker.rank, arrays=by_rows(dataset, dataloader_options)
+    )
     length = steps if steps is not None else epochs * count
     torch_loader = loading(dataset, batches, dataloader_options)
     return Loader(

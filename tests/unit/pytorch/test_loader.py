@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -178,6 +180,30 @@ def test_restart_yields_what_would_have_come_from_there_on(make, clock: int) -> 
     assert len(whole) == 24
     assert indices(load(again, make(80), **options)) == whole[clock:]
     assert again.course.steps_left == max(0, clock - 24)
+
+
+class Augmented(Squares):
+    """Draws from the generators of Python, numpy and torch for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+        return torch.tensor([super().__getitem__(index), *drawn], dtype=torch.float64)
+
+
+def test_restart_finds_what_processes_of_the_loader_draw() -> None:
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "epochs": 2}
+
+    def drawn(rank: int, steps_before: int = 0) -> torch.Tensor:
+        me = worker(rank, 2, steps_before=steps_before)
+        before = random.getstate()
+        found = torch.stack([*load(me, Augmented(40), **options)])
+        assert random.getstate() == before, "the worker's own generators are left alone"
+        return found
+
+    whole = drawn(1)
+    assert torch.equal(drawn(1, steps_before=3), whole[3:])
+    assert len(whole[..., 1:].unique()) == whole[..., 1:].numel(), "other numbers each time"
+    assert not torch.isin(drawn(0)[..., 1:], whole[..., 1:]).any()
 
 
 def test_restart_loads_nothing_that_it_leaves_out() -> None:
