@@ -16,6 +16,8 @@ from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.row_reads import TableRead
 from paramserve.client.table import Table
 from paramserve.compiling import load_routing
+from paramserve.core.table.options import TableOptions, Zeros
+from paramserve.messages.blocks import TableSpec
 from paramserve.pytorch.embedding import Embedding
 from paramserve.pytorch.loader import load
 
@@ -38,7 +40,9 @@ class Asked:
         self.steps = SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={})
 
     def table(self, name: str) -> Table:
-        block: Any = SimpleNamespace(group_name=name, table=SimpleNamespace(dim=2, labels=0))
+        block: Any = SimpleNamespace(
+            group_name=name, table=TableSpec(2, "float32", 0, TableOptions(init=Zeros()).to_spec())
+        )
         return self.known.setdefault(name, Table(self, self.keyed, block))
 
     def prefetch_tables(self, reads: Any) -> list[Any]:
