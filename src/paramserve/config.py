@@ -99,6 +99,9 @@ class Deadlines(Struct, frozen=True):
 BUFFERS = ".buffers"
 """Ends the names of groups of values that no step trains: buffers, frozen and untrained parameters,
 marks of ours."""
+LOOSE = ".extra."
+"""Begins the names of parameters that an optimizer has and its model has not: no name in a model
+does, so that they stay out of state dicts."""
 LABELS = " (labels)"
 """Ends the name of a table with the strings of another table's keys, behind that one's name."""
 

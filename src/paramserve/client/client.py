@@ -27,6 +27,7 @@ from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.table.options import LRU, TTL, Evict, Init, MinCount, Normal, TableOptions
 from paramserve.errors import ClientClosed, ParamServeError
+from paramserve.messages import Link
 from paramserve.rules.base import Rule
 
 Array = npt.NDArray[Any]
@@ -130,6 +131,7 @@ class Client:
         consistency: Policy | None = None,
         nth: int = -1,
         aliases: Mapping[str, str] | None = None,
+        links: Sequence[Link] = (),
         push: Codec | None = None,
         pull: Codec | None = None,
         dtype: str | None = None,
@@ -151,6 +153,7 @@ class Client:
                 -1: not said. Then ranks with other names for it do not wait for each other.
             aliases: further names of tied tensors, each with the one in `name`, for those who read
                 a whole state from the servers.
+            links: tensors that models of several groups have, for the same readers.
             push: how gradients are encoded on their way to servers on other hosts, as in
                 `push=ps.Int8()`; float32 only. None: they are not.
             pull: the same for values that are pulled, as in `pull=ps.BFloat16()`, or for what has
@@ -177,6 +180,7 @@ class Client:
             consistency=consistency,
             nth=nth,
             aliases=aliases,
+            links=links,
             push=push,
             pull=pull,
             dtype=dtype,

@@ -43,6 +43,7 @@ from paramserve.messages import (
     Define,
     Defined,
     Found,
+    Link,
     Lookup,
     Ok,
     Piece,
@@ -90,6 +91,7 @@ class Directory:
         consistency: Policy | None,
         nth: int,
         aliases: Mapping[str, str] | None,
+        links: Sequence[Link],
         push: Codec | None,
         pull: Codec | None,
         dtype: str | None,
@@ -130,6 +132,7 @@ class Directory:
             push=codecs[0],
             pull=codecs[1],
             half=half,
+            links=tuple(links),
         )
         block, attempt = self._place(call)
         if attempt:

@@ -33,6 +33,8 @@ TABLE_POLICY = policy_spec(Async())
 for the rows of others."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
+LINKED_MAX = 4 * PIECES_MAX
+"""Names in the links of one block."""
 NAMED_MAX = 3
 """Tensors of a block that an error names."""
 
@@ -292,6 +294,7 @@ class Directory:
             call.push,
             call.pull,
             call.half,
+            call.links,
         )
         entry = Entry(spec, 1, client, Stage.DEFINING, call.nth, call.whole_tensors)
         self._entries.append(entry)
@@ -395,6 +398,8 @@ def _check(call: PlaceBlock) -> None:
     wrong = None
     allowed = DTYPES if call.rule is not None else PLAIN_DTYPES
     names = [piece.name for piece in call.pieces]
+    linked = [name for link in call.links for pair in link.names.items() for name in pair]
+    groups = [call.group, *(group for link in call.links for group in (link.group, link.source))]
     if not names or len(names) > PIECES_MAX:
         wrong = f"{len(names)} tensors in one block, allowed are 1 to {PIECES_MAX}"
     elif len(set(names)) != len(names):
@@ -407,7 +412,9 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"{call.half!r} for {call.dtype}: tensors of float32 may be {' or '.join(HALVES)}"
     elif len(call.aliases) > PIECES_MAX:
         wrong = f"{len(call.aliases)} further names of tied tensors, allowed are {PIECES_MAX}"
-    elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, call.group)):
+    elif len(linked) > 2 * LINKED_MAX:
+        wrong = f"{len(linked) // 2} names in other groups, allowed are {LINKED_MAX}"
+    elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, *linked, *groups)):
         wrong = "a name is empty, longer than 512 characters or has control characters"
     elif METADATA in (*names, *call.aliases):
         wrong = (

@@ -25,7 +25,7 @@ from paramserve.core.cut_state import GroupRecord
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records
 from paramserve.errors import CheckpointError, UnknownName
-from paramserve.launch.reading import State, state_of, table_file
+from paramserve.launch.reading import State, of_model, state_of, table_file
 from paramserve.messages import VALUE as VALUES
 from paramserve.messages import BlockSpec
 from paramserve.rules.layout import WIDE
@@ -61,7 +61,7 @@ def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) 
                 told(state[piece.name].nbytes)
         return state
 
-    return state_of(name, groups, read)
+    return of_model(state_of(name, groups, read))
 
 
 def _chosen(saved: Checkpoint, group: str | None) -> tuple[str, dict[str, list[Block]]]:

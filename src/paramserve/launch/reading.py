@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from paramserve.client import Client, Snapshots, Table
 from paramserve.client.timeouts import SAY_S
-from paramserve.config import BUFFERS, is_trained
+from paramserve.config import BUFFERS, LOOSE, is_trained
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName, warn_user
+from paramserve.messages import Link
 
 State = dict[str, npt.NDArray[Any]]
 
@@ -75,14 +76,26 @@ class Reader:
         with self.client.dense.cut(wanted) as cut:
             return {name: state_of(name, groups, partial(self._state, cut=cut)) for name in names}
 
-    def means(self, name: str, groups: Mapping[str, list[Block]]) -> State:
-        """What each rank keeps for a mean (`buffers="mean"`): the mean of what they told last.
+    def with_others(self, name: str, values: State, groups: Mapping[str, list[Block]]) -> State:
+        """A group's values, completed as `read` completes those of now.
 
         Args:
-            name: of the group that is trained.
+            values: of the blocks of this very group.
             groups: as `blocks` gave them.
         """
-        return _means(name, groups, self._state)
+        others = [block for block in _all_of(name, groups) if block.group_name != name]
+        if not others:
+            return values | state_of(name, groups, partial(_given, values))
+        with self.client.dense.cut(others) as cut:
+
+            def read(blocks: Iterable[Block]) -> State:
+                state = State()
+                for block in blocks:
+                    own = block.group_name == name
+                    state |= _given(values, [block]) if own else self._state([block], cut)
+                return state
+
+            return values | state_of(name, groups, read)
 
     def read_all(self) -> dict[str, State]:
         """The present values of every group; what is not trained lies with what is."""
@@ -152,15 +165,24 @@ class Reader:
 def state_of(
     name: str, groups: Mapping[str, list[Block]], read: Callable[[Iterable[Block]], State]
 ) -> State:
-    """A group's values, with what of it is not trained and under all names; nothing if there is no
-    such group.
+    """A group's values, with what of it is not trained or lies in another group, and under all
+    names; nothing if there is no such group.
+
+    Of a tensor that has been assigned and is trained since then, the trained value counts.
 
     Args:
         groups: all blocks, by group.
         read: gives the tensors of some blocks.
     """
-    state = read(_of(name, groups)) | _means(name, groups, read)
-    return with_aliases(state, _all_of(name, groups))
+    if not _own(name, groups):
+        return State()
+    served = [block for block in groups.get(name, ()) if block.spec.rule is not None]
+    assigned = [block for block in _of(name, groups) if block.spec.rule is None]
+    state = read(assigned) | _means(name, groups, read)
+    for link in _links_to(name, groups):
+        values = read(_sources(link, groups))
+        state |= {mine: values[each] for mine, each in link.names.items() if each in values}
+    return with_aliases(state | read(served), _own(name, groups))
 
 
 def _means(
@@ -271,11 +293,8 @@ class Watching:
         if found is None:
             return None
         self._after = found.version
-        state = dict(found.values)
-        if self.group + BUFFERS in groups:
-            state = reader.read(self.group + BUFFERS) | state
-        state |= reader.means(self.group, groups)
-        state = with_aliases(state, _all_of(self.group, groups))
+        state = reader.with_others(self.group, dict(found.values), groups)
+        state = of_model(state)
         return Snapshot(found.version, now_s - self._since_s, as_tensors(state), found.dropped)
 
     def _miss(self, known: list[str], now_s: float) -> None:
@@ -314,18 +333,46 @@ def table_file(name: str) -> str:
 
 def _of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     """The blocks that make up a group, those of what is not trained first: a tensor that is trained
-    since then is in both."""
+    by now may be in both."""
     return [*groups.get(name + BUFFERS, ()), *groups.get(name, ())]
 
 
 def _of_ranks(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
-    """The blocks in which each rank keeps its own buffers of a group; see `Reader.means`."""
+    """The blocks in which each rank keeps its own buffers of a group for a mean
+    (`buffers="mean"`): what it told last."""
     own = re.compile(re.escape(name) + r"\.rank\d+" + re.escape(BUFFERS))
     return [block for group, blocks in groups.items() if own.fullmatch(group) for block in blocks]
 
 
-def _all_of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
+def _own(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     return [*_of(name, groups), *_of_ranks(name, groups)]
+
+
+def _links_to(name: str, groups: Mapping[str, list[Block]]) -> list[Link]:
+    """Where tensors of this group's model lie in other groups, the latest last."""
+    blocks = sorted((each for blocks in groups.values() for each in blocks), key=lambda b: b.id)
+    return [link for block in blocks for link in block.spec.links if link.group == name]
+
+
+def _sources(link: Link, groups: Mapping[str, list[Block]]) -> list[Block]:
+    """The blocks that have what a link names."""
+    names = set(link.names.values())
+    blocks = _of(link.source, groups)
+    return [block for block in blocks if any(piece.name in names for piece in block.pieces)]
+
+
+def _all_of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
+    """Every block that `state_of` reads for a group."""
+    own = _own(name, groups)
+    links = _links_to(name, groups) if own else []
+    sources = [block for link in links for block in _sources(link, groups)]
+    return list({block.id: block for block in (*own, *sources)}.values())
+
+
+def _given(values: State, blocks: Iterable[Block]) -> State:
+    """Those of some values that these blocks have."""
+    names = (piece.name for block in blocks for piece in block.pieces)
+    return {name: values[name] for name in names if name in values}
 
 
 def with_aliases(state: State, blocks: Iterable[Block]) -> State:
@@ -352,7 +399,12 @@ def as_state_dict(
         )
     if name not in values:
         raise unknown_group(name, [*values, *tables])
-    return as_tensors(values[name])
+    return as_tensors(of_model(values[name]))
+
+
+def of_model(state: State) -> State:
+    """A group's values without parameters that are in its optimizer and not in its model."""
+    return {name: value for name, value in state.items() if not name.startswith(LOOSE)}
 
 
 def _not_yet(what: str) -> UnknownName:

@@ -22,7 +22,7 @@ from paramserve.messages.answers import (
     TableReport,
     Waiting,
 )
-from paramserve.messages.blocks import VALUE, BlockSpec, Piece, TableSpec
+from paramserve.messages.blocks import VALUE, BlockSpec, Link, Piece, TableSpec
 from paramserve.messages.checkpoints import (
     AskCheckpoint,
     BeginCheckpoint,
@@ -174,6 +174,7 @@ __all__ = [
     "VALUE",
     "Piece",
     "BlockSpec",
+    "Link",
     "TableSpec",
     # first message on a connection
     "Hello",

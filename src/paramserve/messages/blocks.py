@@ -31,6 +31,16 @@ class TableSpec(Struct, frozen=True, array_like=True):
     """Strings of its keys that are kept, at most; 0: it keeps none."""
 
 
+class Link(Struct, frozen=True, array_like=True):
+    """Tensors of one model whose values another group has: a reader of `group` finds each of
+    `names` there under the name of its own that stands beside it."""
+
+    group: str
+    source: str
+    """The other group."""
+    names: dict[str, str]
+
+
 class BlockSpec(Struct, frozen=True, array_like=True):
     """Tensors defined together: same group, dtype and rule; `cuts` say which shard holds what.
 
@@ -59,3 +69,6 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     """Of 16-bit models, "bfloat16" or "float16": in which gradients, and values that a step reads,
     lie in clients' memory and travel. Values and state are kept in `dtype`, float32. None: in
     `dtype`, too."""
+    links: tuple[Link, ...] = ()
+    """What its definer knew of tensors that several groups have in their models; they may be any
+    groups. Of two for one name, the one in the later block counts."""

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from paramserve.config import CheckpointPlan, CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.messages.answers import ServerBeat
-from paramserve.messages.blocks import BlockSpec, Piece, TableSpec
+from paramserve.messages.blocks import BlockSpec, Link, Piece, TableSpec
 from paramserve.messages.checkpoints import (
     AskCheckpoint,
     BeginCheckpoint,
@@ -117,8 +117,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     `define` False: wait until another client defines it. `whole_tensors`: the rule or a codec needs
     each tensor whole on one shard. `table`: what is placed is a table; its name is the group's and
     the only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in
-    this order; -1: it is none of them. `aliases`: as `BlockSpec.aliases`, of the definer. `push`,
-    `pull` and `half`: as of `BlockSpec`.
+    this order; -1: it is none of them. `aliases`, `links`: as of `BlockSpec`, of the definer.
+    `push`, `pull` and `half`: as of `BlockSpec`.
     """
 
     call: int
@@ -136,6 +136,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     push: CodecSpec | None = None
     pull: CodecSpec | None = None
     half: str | None = None
+    links: tuple[Link, ...] = ()
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -10,7 +10,7 @@ from paramserve.core import directory as module
 from paramserve.core.directory import Directory
 from paramserve.core.partition import SPLIT_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
-from paramserve.messages import Piece, PlaceBlock
+from paramserve.messages import Link, Piece, PlaceBlock
 
 SGD = RuleSpec("SGD", {"lr": 0.1})
 
@@ -294,6 +294,22 @@ def test_further_names_of_tied_tensors_are_kept_and_bounded(
     many = {f"a{n}": "p0" for n in range(3)}
     with pytest.raises(ParamServeError, match="3 further names of tied tensors, allowed are 2"):
         directory.place(place((3,), group="other", aliases=many), client=1)
+
+
+def test_links_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, link = Directory(1), Link("model", "head", {"head.p0": "p0"})
+    placed = directory.place(place((3,), links=(link,)), client=1)
+    assert placed is not None
+    assert placed[0].links == (link,)
+    directory.defined(0, 1)
+    assert directory.place(place((3,), define=False), client=2) == (placed[0], 0)
+    for wrong in (Link("mo\ndel", "head", {}), Link("model", "head", {"a": "\n"})):
+        with pytest.raises(ParamServeError, match="control characters"):
+            directory.place(place((3,), group="other", links=(wrong,)), client=1)
+    monkeypatch.setattr(module, "LINKED_MAX", 2)
+    many = Link("model", "head", {f"a{n}": "p0" for n in range(3)})
+    with pytest.raises(ParamServeError, match="3 names in other groups, allowed are 2"):
+        directory.place(place((3,), group="other", links=(many,)), client=1)
 
 
 @pytest.mark.parametrize(

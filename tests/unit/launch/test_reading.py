@@ -12,25 +12,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paramserve.client import GroupSnapshot
+from paramserve.config import LOOSE, RuleSpec
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, UnknownName
 from paramserve.launch import reading
 from paramserve.launch.reading import Reader, Watching, as_state_dict, with_aliases
-from paramserve.messages import BlockSpec, Piece
+from paramserve.messages import BlockSpec, Link, Piece
 
 
 def block(
     number: int,
     group: str,
     aliases: dict[str, str] | None = None,
+    links: tuple[Link, ...] = (),
+    rule: RuleSpec | None = None,
     **shapes: tuple[int, ...],
 ) -> Block:
     pieces = tuple(Piece(name, shape) for name, shape in shapes.items())
     size = sum(int(np.prod(shape)) for shape in shapes.values())
     tied = aliases if aliases is not None else {}
-    return Block(BlockSpec(number, number, group, "float32", None, pieces, (0, size), aliases=tied))
+    spec = BlockSpec(number, number, group, "float32", rule, pieces, (0, size), aliases=tied)
+    return Block(structs.replace(spec, links=links))
 
 
 class WritesItsName:
@@ -129,6 +134,57 @@ def test_read_puts_the_blocks_of_a_group_together_with_its_buffers() -> None:
     assert state["weight"].tolist() == [[100, 101, 102], [103, 104, 105]]
     assert state["bias"].tolist() == [106, 107]
     assert state["tied"] is state["bias"]
+
+
+def of_two_optimizers() -> list[Block]:
+    """One model: "model" trains a, "head" b and, since later, c; "last" has taken over b."""
+    sgd = RuleSpec("sgd")
+    there, back = Link("model", "head", {"b": "w", "tied": "w"}), Link("head", "model", {"a": "a"})
+    return [
+        block(1, "model.buffers", b=(1,), c=(1,)),
+        block(2, "model", rule=sgd, a=(1,)),
+        block(3, "head", links=(there, back), rule=sgd, w=(1,)),
+        block(4, "head", links=(Link("model", "head", {"c": "c"}),), rule=sgd, c=(1,)),
+        block(5, "last", links=(Link("model", "last", {"b": "v"}),), rule=sgd, v=(1,)),
+        block(6, "other", rule=sgd, b=(1,)),
+    ]
+
+
+def test_read_takes_what_another_optimizer_trains_from_its_group() -> None:
+    client = HoldsValues(*of_two_optimizers())
+    values = reader(client).read_all()
+    assert {name: float(each[0]) for name, each in values["model"].items()} == {
+        "a": 200,
+        "b": 500,
+        "tied": 300,
+        "c": 400,
+    }
+    assert {name: float(each[0]) for name, each in values["head"].items()} == {
+        "a": 200,
+        "w": 300,
+        "c": 400,
+    }
+    assert values["other"].keys() == {"b"}
+    assert client.cuts == 1, "all are of one moment"
+
+
+def test_watching_takes_what_another_optimizer_trains_from_its_group() -> None:
+    blocks = [each for each in of_two_optimizers() if each.id not in (2, 6)]
+    client = HoldsValues(*blocks, block(2, "model", rule=RuleSpec("sgd"), w=(2,)), versions=(10,))
+    taken = watching_at(0.0).take(lambda: client)
+    assert taken is not None
+    assert {name: float(each[0]) for name, each in taken.state.items()} == {
+        "w": 10,
+        "b": 500,
+        "tied": 300,
+        "c": 400,
+    }
+
+
+def test_parameters_that_the_model_has_not_are_in_no_state_dict() -> None:
+    client = HoldsValues(block(1, "model", w=(1,), **{LOOSE + "0.2": (1,)}), versions=(10,))
+    assert reader(client).state_dict("model").keys() == {"w"}
+    assert reader(client).read("model").keys() == {"w", LOOSE + "0.2"}
 
 
 def test_read_all_has_no_group_of_its_own_for_buffers() -> None:
