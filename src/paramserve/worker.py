@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.loader import Loader
     from paramserve.pytorch.local import Local
     from paramserve.pytorch.process_group import StartedGroup
+    from paramserve.pytorch.registry import Registry
     from paramserve.rules.base import Rule
 
 
@@ -96,7 +97,6 @@ class Worker:
         client: the key-value API: define, push, pull, tick.
         seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
             `rank`; a process that `ps.connect` joined from does so itself.
-        aliases: for each adopted optimizer's name, further names of tied tensors.
         stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
@@ -109,6 +109,7 @@ class Worker:
         looped: whether a loader was iterated over with gradients on.
         leased: the leased loader whose batches the steps take at present, if there is one.
         notices: what the user is told of a run that goes otherwise than it looks.
+        registry: who owns the value of each tensor of the optimizers' models, once there is one.
         load_state: what the models start from, by the name of their optimizer; see `load_state=`.
     """
 
@@ -120,7 +121,6 @@ class Worker:
     ) -> None:
         self.client = client
         self.seed = seed
-        self.aliases: dict[str, dict[str, str]] = {}
         self.stepped: list[str] = []
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
@@ -128,6 +128,7 @@ class Worker:
         self.own_steps: list[Local[Any]] = []
         self.ended: set[str] = set()
         self.histories: dict[str, History] = {}
+        self.registry: Registry | None = None
         self.leased: LeasedWork | None = None
         self.passes: Kept = {}
         self.looped = False
@@ -196,8 +197,8 @@ class Worker:
     def groups(self) -> tuple[str, ...]:
         """The groups that this worker steps on: of its adopted optimizers or, before one is
         adopted, the one that `clock` speaks of."""
-        if self.stepped or self.aliases:
-            return tuple(self.stepped or self.aliases)
+        if self.stepped or self.histories:
+            return tuple(self.stepped or self.histories)
         return ("model",) if self.client.steps.clocks.get("model") else ("default",)
 
     def go_on_drawing(self, *, first: bool = False) -> None:
@@ -434,7 +435,9 @@ class Worker:
             return
         names = ", ".join(states)
         try:
-            body = ExtraState(group, cloudpickle.dumps(states))
+            from paramserve.pytorch.pickling import dumped
+
+            body = ExtraState(group, dumped(states))
         except Exception as error:  # a user's class may raise anything
             warn_user(
                 f"the result lacks {names}, which cannot be pickled: {type(error).__name__}: "
@@ -724,7 +727,7 @@ class Worker:
         By what this client knows: the cluster may have ended. A loop that reduces arrays may
         average gradients or values by itself; metrics and decisions are mostly single numbers.
         """
-        if not self.looped or self.aliases or self._process_group or self._collectives.arrays:
+        if not self.looped or self.histories or self._process_group or self._collectives.arrays:
             return False
         return not (self.client.steps.clocks or self.client.connection.exchange.blocks)
 

@@ -147,7 +147,7 @@ class Pair:
             workers=len(self.clients),
             client=client,
             incarnation=1,
-            aliases={},
+            registry=None,
             stepped=[],
             step_samples=None,
             finishers=[],

@@ -18,6 +18,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
 from paramserve.consistency.registry import PolicyTraits
 from paramserve.engine.child import Bootstrap
+from paramserve.observe.history import History
 from paramserve.worker import Resumed, Worker, WorkerConfig, main
 
 
@@ -81,13 +82,13 @@ def test_worker_is_who_its_client_is(worker: Worker) -> None:
 def test_clock_is_the_optimizers_once_there_is_one(worker: Worker, client: RecordsCalls) -> None:
     client.clocks = {"default": 4, "lm": 9}
     assert worker.clock == 4
-    worker.aliases["lm"] = {}
+    worker.histories["lm"] = History()
     assert worker.clock == 9
 
 
 def test_clock_is_the_models_before_the_optimizer_is_adopted(worker: Worker) -> None:
     assert worker.clock == 7, "of an older incarnation"
-    worker.aliases["model"] = {}
+    worker.histories["model"] = History()
     assert worker.clock == 7
 
 
@@ -108,7 +109,7 @@ def test_batches_per_step_are_the_own_steps_of_the_optimizers_group(
 ) -> None:
     client.policies["lm"] = policy
     assert worker.batches_per_step == 1, "no optimizer steps there yet"
-    worker.aliases["lm"] = {}
+    worker.histories["lm"] = History()
     assert worker.batches_per_step == 8
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from operator import is_
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -27,26 +26,27 @@ from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.block import (
     AdoptedBlock,
     Layout,
-    alias_map,
-    aliases_of,
     lay_out,
-    names_of,
-    parameter_name,
     sharing,
+    split,
 )
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
+from paramserve.pytorch.changing import Changing
 from paramserve.pytorch.codecs import Codecs, CodecsByName, split_by_codec
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
+from paramserve.pytorch.naming import Names, Slot, extra_states
+from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
-    from paramserve.client import Client, Ticket
+    from paramserve.client import Ticket
     from paramserve.client.ticket import Outcome
     from paramserve.core.partition import Block
+    from paramserve.messages import Link
     from paramserve.rules.base import Rule
     from paramserve.worker import Worker
 
@@ -107,10 +107,6 @@ class Settings:
         return value
 
 
-_ADOPTED: WeakKeyDictionary[Client, WeakSet[Adopted[Any]]] = WeakKeyDictionary()
-"""The optimizers of each client."""
-
-
 def _named(layouts: Iterable[Layout]) -> Iterator[tuple[str, Tensor]]:
     for layout in layouts:
         yield from zip(layout.names, layout.params, strict=True)
@@ -130,21 +126,15 @@ def reciprocal(grad_scale: Tensor) -> float:
     return float(grad_scale.double().reciprocal().float())
 
 
-def _extra_state(model: torch.nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` gives of each module that has one, by name in the state dict."""
-    return {
-        f"{path}." * bool(path) + "_extra_state": module.get_extra_state()
-        for path, module in model.named_modules()
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    }
-
-
 class Adopted(ABC, Generic[B]):
     """One adopted optimizer's blocks: defined together, and stepped in one group.
 
     Args:
-        worker: rank 0 defines; it gets the aliases and the final call.
+        worker: rank 0 defines; it gets the final call.
         apart: see `Tables`.
+    Attributes:
+        group: its group on the servers.
+        names: of its model's tensors.
     """
 
     every = 1
@@ -158,7 +148,7 @@ class Adopted(ABC, Generic[B]):
         *,
         apart: bool = False,
     ) -> None:
-        if settings.name in worker.aliases:
+        if settings.name in worker.histories:
             raise ValueError(
                 f"this worker has an optimizer called {settings.name!r} already: give the second "
                 "one another name="
@@ -169,7 +159,9 @@ class Adopted(ABC, Generic[B]):
         self._settings = settings
         self._push_codecs = CodecsByName.of(settings.push, "push")
         self._pull_codecs = CodecsByName.of(settings.pull, "pull")
-        self._names = names_of(model)
+        self.group = settings.name
+        self.names = Names(model)
+        self._registry = Registry.of(worker)
         self.tables = Tables(worker.client, model, worker.rank, apart=apart)
         self._parts: list[B] = []
         self._blocks: tuple[Block, ...] = ()
@@ -185,6 +177,10 @@ class Adopted(ABC, Generic[B]):
         """Steps in a row that were not applied, up to the last."""
         self._clocked = settings.name
         """The group whose clock its steps count."""
+        self._not_trained: list[str] = []
+        """What the group trained when this worker came late, and this worker did not."""
+        self._replaced: dict[str, Slot] = {}
+        """Parameters in whose places the model has others by now."""
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
@@ -213,8 +209,14 @@ class Adopted(ABC, Generic[B]):
         trained = {id(param) for group in groups for param in group["params"]}
         self._check_trains(groups, bool(found))
         self._warn_of_another_model(groups)
+        own = self._own(groups)
         self._untrained = self._untrained_of(trained)
-        self._frozen = Frozen(self._client, self._model, f"{settings.name}.frozen{BUFFERS}")
+        self._changing = Changing(
+            self._client, self._registry, self.names, settings.name, worker.rank
+        )
+        self._frozen = Frozen(
+            self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
+        )
         if settings.buffers != "local":
             self._frozen.compare(worker.rank)
         self._begin(plans, state)
@@ -223,18 +225,20 @@ class Adopted(ABC, Generic[B]):
         self._untrained.start(
             define=worker.rank == 0,
             take=worker.rank != 0 or self.late,
-            again=worker.incarnation > 1,
+            links=() if plans else self._links(own, first=True),
         )
+        if self.late:
+            self._not_trained = self._take_served()
+        self._changing.start(again=worker.incarnation > 1)
         if worker.rank == 0:
             self._tell_extra_state()
         self.tables.adopt(found, groups)
         self._take_over(taken)
         self._keep_unserved(groups)
-        _ADOPTED.setdefault(self._client, WeakSet()).add(self)
+        self._registry.optimizers.append(self)
         if not plans and self.tables.groups:
             self._clocked = self.tables.groups[0]
         worker.histories[settings.name] = self.history
-        worker.aliases[settings.name] = alias_map(self._model)
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
         worker.assigners.append(self._assign)
@@ -246,7 +250,7 @@ class Adopted(ABC, Generic[B]):
             ValueError: nothing was defined.
         """
         names = [
-            parameter_name(self._names, index, place, param)
+            self.names.of_optimizer(index, place, param)
             for index, group in enumerate(groups)
             for place, param in enumerate(group["params"])
             if not isinstance(param, Rows)
@@ -272,14 +276,14 @@ class Adopted(ABC, Generic[B]):
         """Warn where the optimizer has parameters that the model has not, and the model some that
         no optimizer has: it was made from another model, or before this one was changed."""
         params = [p for group in groups for p in group["params"] if not isinstance(p, Rows)]
-        given = [param for param in params if id(param) not in self._names]
+        given = [param for param in params if self.names.of(param) is None]
         stepped = {id(param) for param in params}
-        for other in _ADOPTED.get(self._client, ()):
-            stepped |= other._served()
         left = [
-            name
-            for name, param in self._model.named_parameters()
-            if param.requires_grad and id(param) not in stepped
+            slot.name
+            for slot, param in self.names.first(self.names.parameters)
+            if param.requires_grad
+            and id(param) not in stepped
+            and self._registry.owner(param) is None
         ]
         if given and left:
             shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
@@ -294,7 +298,8 @@ class Adopted(ABC, Generic[B]):
         """What of the model is not trained on the servers."""
         return Untrained(
             self._client,
-            self._model,
+            self.names,
+            self._registry,
             f"{self._settings.name}{BUFFERS}",
             trained=trained,
             buffers=self._settings.buffers != "local",
@@ -310,16 +315,17 @@ class Adopted(ABC, Generic[B]):
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
         untrained parameters, and give the result frozen ones and what modules keep besides."""
         rank = self._worker.rank
+        self._look()
         self._untrained.tell_own(last=True)
-        leaves = self._untrained or self._frozen
+        leaves = self._untrained or self._frozen or self._replaced
         if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
-            self._untrained.assign(everything=True)
+            self._assign_changing(everything=True)
             self._tell_extra_state()
 
     def _tell_extra_state(self) -> None:
         """Give the driver what the servers do not hold: at the start, so that a snapshot is a whole
         state, when something is unfrozen, and at the end; it replaces what was told before."""
-        extra = {**self._frozen.values(self._served()), **_extra_state(self._model)}
+        extra = {**self._frozen.values(), **extra_states(self._model)}
         if extra or self._told_extra:
             self._told_extra = True
             self._worker.tell_extra_state(self._settings.name, extra)
@@ -331,6 +337,7 @@ class Adopted(ABC, Generic[B]):
             RuntimeError: another optimizer has taken over a parameter. Nothing was defined.
         """
         self._check_owner()
+        self.names.look()
         found = self.tables.find([group])
         self._define_later(self._plan(index, group))
         self.tables.adopt(found, [group])
@@ -355,6 +362,10 @@ class Adopted(ABC, Generic[B]):
         given = (param for group in groups for param in group["params"])
         self._unserved |= {id(p): p for p in given if is_frozen(p) and id(p) not in served}
 
+    def serves(self, tensor: Tensor) -> bool:
+        """Whether this optimizer's group has a block with a tensor."""
+        return any(tensor is param for part in self._parts for param in part.layout.params)
+
     def _define_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
         """Define frozen parameters that are trained from now on, as `add_group` does: all ranks
         let them require gradients before the same step."""
@@ -373,6 +384,54 @@ class Adopted(ABC, Generic[B]):
         if self._worker.rank == 0:
             self._tell_extra_state()
 
+    def _take_served(self) -> list[str]:
+        """Take, for what of the model this worker does not train, the values that its group has: it
+        may have been unfrozen, added, or moved, before this worker came.
+
+        Returns:
+            The names of what the group trains.
+        """
+        name, trained = self._settings.name, []
+        mine = {
+            slot.name: param
+            for slot, param in self.names.first(self.names.parameters)
+            if self._registry.owner(param) is None
+        }
+        blocks = self._client.blocks() if mine else []
+        kept = [block for block in blocks if block.group_name == name + BUFFERS]
+        for block in (*kept, *(each for each in blocks if each.group_name == name)):
+            names = [piece.name for piece in block.pieces]
+            ours = block.rule is not None
+            if mine.keys().isdisjoint(names):
+                continue
+            values = torch.from_numpy(self._client.dense.fetch(block, 0)[0])
+            views = split(values, [piece.shape for piece in block.pieces])
+            with torch.no_grad():
+                for each, view in zip(names, views, strict=True):
+                    if each in mine and mine[each].shape == view.shape:
+                        mine[each].copy_(view)
+            trained += [each for each in names if each in mine and ours]
+        return trained
+
+    def _warn_not_trained(self) -> None:
+        """Warn, at the first step, where this worker does not train what its group trains."""
+        params = {name: self.names.parameters[name].value() for name in self._not_trained}
+        left = [
+            name
+            for name, param in params.items()
+            if param is not None and self._registry.owner(param) is None
+        ]
+        self._not_trained = []
+        if left:
+            shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
+            warn_user(
+                f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} trains "
+                f"{shown} ({len(left)} in all), and does not train it: its model keeps the values "
+                "of now there, and its gradients are of those. To fix: unfreeze or add it by what "
+                "is true from then on, before the first step, as in `if worker.clock >= 100` or "
+                "`if epoch >= 1`: a loop leaves out the epochs that are done"
+            )
+
     def _as_others_have(self, layout: Layout) -> Iterator[Layout]:
         """Parameters as the blocks that they were defined in while this worker was not there."""
         left = dict(zip(layout.names, layout.params, strict=True))
@@ -382,6 +441,42 @@ class Adopted(ABC, Generic[B]):
                 yield layout._replace(names=names, params=tuple(map(left.pop, names)))
         if left:
             yield layout._replace(names=tuple(left), params=tuple(left.values()))
+
+    # --- replaced parameters ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Find parameters in whose places the model has others by now: no step reaches these."""
+        slots = self.names.parameters
+        for name, param in _named(part.layout for part in self._parts):
+            slot = slots.get(name)
+            value = slot.value() if slot is not None else param
+            if slot is None or value is param or name in self._replaced or self._taken is not None:
+                continue
+            self._replaced[name] = slot
+            self._changing.add(slot)
+            has = "another object under its name" if value is not None else "no such name any more"
+            taken = "the model's own value at the end" if value is not None else "its last value"
+            warn_user(
+                f"parameter {name!r} is stepped by optimizer {self.group!r}, and the model has "
+                f"{has}: the steps change the model there no more, and the result has {taken}. To "
+                "keep it trained, write into the parameter before worker.optimizer(...), and do "
+                "not replace it"
+            )
+
+    def _assign_replaced(self) -> None:
+        """Give the servers the model's own values of parameters that were replaced."""
+        for part in self._parts:
+            places, values = [], []
+            for place, (name, param) in enumerate(_named([part.layout])):
+                slot = self._replaced.get(name)
+                value = slot.present() if slot is not None else None
+                fits = value is not None and value.shape == param.shape
+                places += [place] * fits
+                source = value if fits and value is not None else param.detach()
+                values.append(source.to("cpu", part.layout.kept_dtype).flatten())
+            if places:
+                flat = torch.cat(values).numpy()
+                self._client.dense.store(part.block, VALUE, flat, active=tuple(places))
 
     # --- whose a parameter is ---------------------------------------------------------------------
 
@@ -405,7 +500,7 @@ class Adopted(ABC, Generic[B]):
                 "both the same Parameter object"
             )
         taken = {}
-        for other in sorted(_ADOPTED.get(self._client, ()), key=lambda each: each._settings.name):
+        for other in sorted(self._registry.optimizers, key=lambda each: each.group):
             if other is self or other._taken is not None:
                 continue
             theirs = [*_named(part.layout for part in other._parts)]
@@ -435,6 +530,8 @@ class Adopted(ABC, Generic[B]):
         self._check_owner()
         if self._unserved:
             self._define_unfrozen(groups)
+        if self._not_trained:
+            self._warn_not_trained()
         if len(groups) == len(self._grouped):
             for group, known in zip(groups, self._grouped, strict=True):
                 params = group["params"]
@@ -472,7 +569,7 @@ class Adopted(ABC, Generic[B]):
         for index, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
                 if id(param) in places and not (is_frozen(param) or self.tables.steps(param)):
-                    name = self._names.get(id(param), f"number {place}")
+                    name = self.names.of(param) or f"number {place}"
                     raise ValueError(
                         f"parameter {name} was put into group {index} of optimizer "
                         f"{self._settings.name!r} after worker.optimizer(...), and the servers do "
@@ -495,7 +592,7 @@ class Adopted(ABC, Generic[B]):
         dense = [param for param in group["params"] if not isinstance(param, Rows)]
         served = self._served()
         left_out = {id(each) for each in dense if is_frozen(each) or id(each) in served}
-        layouts = lay_out(self._names, index, dense, left_out)
+        layouts = lay_out(self.names, index, dense, left_out)
         layouts = split_by_codec(layouts, self._push_codecs, self._pull_codecs)
         if not (self.late and self._parts):
             return layouts
@@ -504,12 +601,23 @@ class Adopted(ABC, Generic[B]):
     def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
         self._define(plans)
 
+    def _own(self, groups: Sequence[ParamGroup]) -> Mapping[str, Tensor]:
+        """Own what of the model this optimizer steps without a block of it."""
+        return {}
+
+    def _links(self, named: Mapping[str, Tensor], *, first: bool) -> Sequence[Link]:
+        """What rank 0 tells readers with tensors that are defined; see `Registry.links`."""
+        if self._worker.rank != 0:
+            return ()
+        return self._registry.links(self.group, self.names, named, first=first)
+
     def _define(self, plans: Sequence[Plan[B]]) -> None:
         if not plans:
             return
         client, name = self._client, self._settings.name
         consistency = self._settings.consistency
-        parts, first = [], not self._parts
+        parts, first = list[B](), not self._parts
+        links = self._links(dict(_named(plan.layout for plan in plans)), first=first)
         for nth, (layout, rule, part) in enumerate(plans, len(self._parts)):
             if self._worker.rank == 0:
                 block = client.define(
@@ -518,7 +626,8 @@ class Adopted(ABC, Generic[B]):
                     group=name,
                     consistency=consistency,
                     nth=nth,
-                    aliases=aliases_of(self._model, layout.names),
+                    aliases=self.names.aliases(layout.names),
+                    links=links if not parts else (),
                     push=layout.push,
                     pull=layout.pull,
                 )
@@ -536,6 +645,7 @@ class Adopted(ABC, Generic[B]):
                 )
             parts.append(part(block))
         self._parts += parts
+        self._registry.own(name, _named(plan.layout for plan in plans))
         self._blocks += tuple(part.block for part in parts)
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
@@ -649,9 +759,25 @@ class Adopted(ABC, Generic[B]):
         """A step was made: on rank 0 assign the buffers, if it is time, and on all ranks those that
         a mean is made of. Where another incarnation may go on from these, it always is."""
         self._steps += 1
-        assigned = self._client.connection.restarts and not self._untrained.saves
-        every = 1 if assigned else BUFFERS_EVERY
-        if self._steps % every == 0:
+        assigned = self._client.connection.restarts and not self._changing.saves_buffers
+        due = self._steps % BUFFERS_EVERY == 0
+        first = self._steps == 1
+        if due or first:
+            self._look()
+        if first and self._worker.rank == 0:
+            self._untrained.check_shapes()
+        if due or assigned:
             if self._worker.rank == 0:
-                self._untrained.assign(everything=False)
+                self._assign_changing(everything=False)
             self._untrained.tell_own(last=False)
+        if due:
+            self._changing.warn(assigned=self._worker.rank == 0)
+
+    def _assign_changing(self, *, everything: bool) -> None:
+        """Give the servers what changes without steps: buffers and parameters; at the end all that
+        no optimizer has."""
+        slots = self._changing.look()
+        if self._settings.buffers != "local":
+            self._untrained.keep(slots)
+        self._untrained.assign(everything=everything, changing=self._changing.names)
+        self._assign_replaced()

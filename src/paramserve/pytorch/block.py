@@ -5,7 +5,7 @@ A `Layout` says how the parameters of one dtype lie one after the other in a fla
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from paramserve.client import BlockPush
-from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hyper import HyperReader
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from paramserve.client import Client
     from paramserve.codecs.base import Codec
     from paramserve.core.partition import Block
+    from paramserve.pytorch.naming import Names
 
 
 Array = npt.NDArray[Any]
@@ -31,7 +31,7 @@ HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """Dtypes of parameters for which the servers keep float32, in their words (`BlockSpec.half`)."""
 TRAINED = (torch.float32, torch.float64, *HALVES)
 """What the servers train."""
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element."""
 _SHARES_WORK_MAX = 100_000
 """Candidates that numpy tries before views that are hard to tell apart count as overlapping."""
@@ -105,60 +105,20 @@ def split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _members(model: torch.nn.Module) -> Iterable[tuple[str, Tensor]]:
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if not isinstance(param, Rows):
-            yield name, param
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def alias_map(model: torch.nn.Module) -> dict[str, str]:
-    """For tied tensors: each further name with the first one, which is the name on the servers."""
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, tensor in _members(model):
-        canonical = first.setdefault(id(tensor), name)
-        if canonical != name:
-            aliases[name] = canonical
-    return aliases
-
-
-def aliases_of(model: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
-    """As `alias_map`, of tensors with these first names only."""
-    return {other: first for other, first in alias_map(model).items() if first in names}
-
-
-def names_of(model: torch.nn.Module) -> dict[int, str]:
-    """The name of each parameter by its `id`; a tied one has its first name."""
-    return {id(param): name for name, param in model.named_parameters()}
-
-
-def parameter_name(names: Mapping[int, str], index: int, place: int, param: Tensor) -> str:
-    """What a parameter is called on the servers: one that the model does not have is
-    `extra.<group>.<place in the group>`.
-
-    Args:
-        names: from `names_of`.
-    """
-    return names.get(id(param), f"extra.{index}.{place}")
-
-
 def lay_out(
-    names: dict[int, str], index: int, params: Sequence[Tensor], left_out: Collection[int] = ()
+    names: Names, index: int, params: Sequence[Tensor], left_out: Collection[int] = ()
 ) -> list[Layout]:
     """Split a parameter group into blocks, one for each dtype.
 
     Args:
-        names: from `names_of`.
+        names: of the model.
         index: of the parameter group.
         left_out: ids of parameters that are in none of them.
     Raises:
         TypeError: a parameter's dtype or kind is not supported.
     """
     named = [
-        (parameter_name(names, index, i, p), p)
-        for i, p in enumerate(params)
-        if id(p) not in left_out
+        (names.of_optimizer(index, i, p), p) for i, p in enumerate(params) if id(p) not in left_out
     ]
     for name, param in named:
         _check(name, param)
@@ -327,20 +287,20 @@ class Sample:
         """Remember the elements as they are."""
         self.taken = self._bits()
 
-    def changed(self) -> int | None:
-        """The place of the first parameter that has another value than when `take` was called."""
+    def changed(self) -> list[int]:
+        """The places of parameters that have other values than when `take` was called."""
         if self.taken is None:
-            return None
+            return []
         strides = self._strides
         bits = self._bits()
         if strides != self._strides:
-            return None  # another memory format: the same elements come in another order
+            return []  # another memory format: the same elements come in another order
         taken = self.taken if self.taken.device == bits.device else self.taken.to(bits.device)
         if torch.equal(bits, taken):
-            return None
+            return []
         sizes = [view.numel() for view in self._views]
         pairs = zip(torch.split(bits, sizes), torch.split(taken, sizes), strict=True)
-        return next(i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then))
+        return [i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then)]
 
     def _bits(self) -> Tensor:
         """The elements in one tensor of integers: equal for equal NaN, other for -0.0 and 0.0."""
@@ -348,11 +308,13 @@ class Sample:
         if places != self._places:
             self._places = places
             self._strides = [param.stride() for param in self._params]
-            self._views = [_in_memory_order(param)[:: self._every] for param in self._params]
+            self._views = [
+                _in_memory_order(param).view(INTEGERS[param.itemsize])[:: self._every]
+                for param in self._params
+            ]
             self._apart = len({view.device for view in self._views}) > 1
         views = [view.cpu() for view in self._views] if self._apart else self._views
-        found = torch.cat(views)
-        return found.view(_INTEGERS[found.itemsize])
+        return torch.cat(views)
 
 
 def _in_memory_order(param: Tensor) -> Tensor:
@@ -431,5 +393,5 @@ class ServedBlock(AdoptedBlock):
 
     def changed_outside(self) -> str | None:
         """The name of a parameter that has other values than after the last `scatter`."""
-        place = self._sample.changed()
-        return self.layout.names[place] if place is not None else None
+        places = self._sample.changed()
+        return self.layout.names[places[0]] if places else None

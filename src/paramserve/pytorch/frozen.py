@@ -8,7 +8,6 @@ into the result, unless they are too large for that.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client
+    from paramserve.pytorch.naming import Names
+    from paramserve.pytorch.registry import Registry
 
 RESULT_BYTES_MAX = 256 << 20
 """Of frozen parameters that go into a result."""
@@ -39,11 +40,16 @@ class Frozen:
         group: name under which their checksums are defined.
     """
 
-    def __init__(self, client: Client, model: torch.nn.Module, group: str) -> None:
+    def __init__(self, client: Client, names: Names, registry: Registry, group: str) -> None:
         self._client = client
+        self._registry = registry
         self._group = group
-        named = model.named_parameters(remove_duplicate=False)
-        self._params = {name: param for name, param in named if is_frozen(param)}
+        values = ((slot, slot.value()) for slot in names.parameters.values())
+        self._params = {
+            slot: param
+            for slot, param in values
+            if param is not None and is_frozen(param) and registry.owner(param) is None
+        }
 
     def __bool__(self) -> bool:
         return bool(self._params)
@@ -64,7 +70,7 @@ class Frozen:
             {self._group: mine.shape}, dtype=mine.dtype, rule=None, group=self._group
         )
         same = self._client.dense.fetch(block, 0)[0] == mine
-        other = [name for name, equal in zip(self._params, same, strict=True) if not equal]
+        other = [slot.name for slot, equal in zip(self._params, same, strict=True) if not equal]
         if other:
             raise ValueError(
                 f"the frozen parameter {other[0]!r} of rank {rank} has other values "
@@ -74,17 +80,14 @@ class Frozen:
                 'model is built; if they are meant to differ, pass buffers="local"'
             )
 
-    def values(self, served: Collection[int]) -> dict[str, Any]:
-        """Their present values by name, on the CPU, for the result; empty, with a warning, where
-        they are too large.
-
-        Args:
-            served: ids of parameters that the servers hold by now.
-        """
+    def values(self) -> dict[str, Any]:
+        """Their present values by name, on the CPU, for the result, without those that the servers
+        hold by now; empty, with a warning, where they are too large."""
+        found = {slot.name: slot.value() for slot in self._params}
         left = {
             name: param
-            for name, param in self._params.items()
-            if id(param) not in served and not param.is_meta
+            for name, param in found.items()
+            if param is not None and self._registry.owner(param) is None and not param.is_meta
         }
         size = sum({id(p): p.numel() * p.element_size() for p in left.values()}.values())
         if size > RESULT_BYTES_MAX:

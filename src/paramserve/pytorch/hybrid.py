@@ -19,7 +19,7 @@ rows: clear with `optimizer.zero_grad()`, which has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,12 +69,19 @@ class Hybrid(Adopted[AdoptedBlock]):
         """Every value of the model, kept for the result: the last ones of rank 0."""
         return Untrained(
             self._client,
-            self._model,
+            self.names,
+            self._registry,
             self._settings.name,
             trained=(),
             buffers=self._settings.buffers != "local",
             own_group=self._own_group(),
         )
+
+    def _own(self, groups: Sequence[ParamGroup]) -> Mapping[str, Tensor]:
+        names = [(self.names.of(param), param) for param in _dense(groups)]
+        named = {name: param for name, param in names if name is not None}
+        self._registry.own(self.group, named.items())
+        return named
 
     def run(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 
 from paramserve.client.arrow import replacing
 from paramserve.config import FIRST_OPTIMIZER
+from paramserve.pytorch.naming import AROUND, plain_name, plain_text
+from paramserve.pytorch.registry import Registry
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker
@@ -83,6 +85,9 @@ def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
     """Load into a model what the run was given for its optimizer, if anything; once.
 
+    What another optimizer owns of the model stays as it is: it was loaded for that one, and may
+    have been trained since.
+
     Raises:
         ValueError: it does not fit. Nothing was defined.
     """
@@ -90,15 +95,76 @@ def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
     key = name if name in given else FIRST_OPTIMIZER
     if key not in given:
         return
+    state = _as_model_has(model, _as_tensors(given[key]))
+    owner = Registry.of(worker).owner
+    present = model.state_dict(keep_vars=True)
+    owned = {each for each, value in present.items() if _is_owned(value, owner)}
     try:
-        model.load_state_dict(_as_tensors(given[key]))
+        left = {name: value for name, value in state.items() if name not in owned}
+        found = model.load_state_dict(left, strict=not owned)
+        if not owned.issuperset(found.missing_keys) or found.unexpected_keys:
+            raise RuntimeError(str(found))
     except RuntimeError as error:
+        fix = _fix(list(present), list(state))
         raise ValueError(
             f"load_state does not fit the model of optimizer {name!r}: {error}. Applied: no. To "
-            "fix: give a state dict of this model, or load the part that fits in the training "
-            "function: model.load_state_dict(state, strict=False) before worker.optimizer"
+            f"fix: {fix}"
         ) from error
     del given[key]
+
+
+def _is_owned(value: Any, owner: Callable[[torch.Tensor], object]) -> bool:
+    return isinstance(value, torch.Tensor) and owner(value) is not None
+
+
+def _as_model_has(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state under the names that the model has with its own wrappers, whichever it was saved
+    with; a name that fits none stays."""
+    known = model.state_dict(keep_vars=True).keys()
+    by_plain = {plain_name(model, name): name for name in known}
+    found = {}
+    for name, value in state.items():
+        plain = plain_text(name)
+        options = (name, by_plain.get(name), by_plain.get(plain), _unwrapped(plain, by_plain))
+        found[next((each for each in options if each in known), name)] = value
+    return found
+
+
+def _unwrapped(name: str, by_plain: Mapping[str, str]) -> str | None:
+    """What a name is without `module.` before it, once or twice."""
+    while name.startswith(AROUND):
+        name = name.removeprefix(AROUND)
+        if name in by_plain:
+            return by_plain[name]
+    return None
+
+
+def _fix(known: Sequence[str], given: Sequence[str]) -> str:
+    """What to do where names differ: by a prefix, in part, or all of them."""
+    for longer, shorter, line in (
+        (given, known, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
+        (known, given, "{{{0!r} + name: value for name, value in state.items()}}"),
+    ):
+        prefix = _prefix(longer, set(shorter))
+        if prefix:
+            return f"the names differ by {prefix!r} only: give load_state=" + line.format(prefix)
+    if set(known).isdisjoint(given):
+        return "give a state dict of this model: no name in this one is in the model"
+    return (
+        "give a state dict of this model, or load the part that fits in the training function: "
+        "model.load_state_dict(state, strict=False) before worker.optimizer"
+    )
+
+
+def _prefix(longer: Sequence[str], shorter: set[str]) -> str:
+    """What all of some names have before the others; empty: there is no such prefix."""
+    for name in shorter:
+        for each in longer:
+            prefix = each.removesuffix(name)
+            if each == prefix + name and prefix.endswith("."):
+                fits = {one.removeprefix(prefix) for one in longer if one.startswith(prefix)}
+                return prefix if fits >= shorter else ""
+    return ""
 
 
 def _as_tensors(given: Any) -> Any:

@@ -244,7 +244,8 @@ class Served(Adopted[ServedBlock]):
             torch_state.prepare(part.layout, rule, state)
             for part, rule in self._rules_of_state(groups)
         ]
-        self._store(self._parts, fields)
+        if not self._begins:  # before its first step a restarted worker has the servers' own
+            self._store(self._parts, fields)
         self._keep_unserved_state(state)
 
     def _store(

@@ -155,7 +155,7 @@ class FakeCluster:
             seed=seed,
             client=FakeClient(self, rank),
             incarnation=1,
-            aliases={},
+            registry=None,
             stepped=[],
             step_samples=None,
             finishers=[],
@@ -275,6 +275,7 @@ class FakeClient:
         self._cluster = cluster
         self._rank = rank
         self.connection = self.steps = self.directory = self.dense = self
+        self.saving = SimpleNamespace(older=lambda name: None)
         self._slots: dict[int, list[np.ndarray]] = {}
         self.clocks: dict[str, int] = {}
         self.missed_by: dict[str, int] = {}
@@ -309,6 +310,7 @@ class FakeClient:
         push=None,
         pull=None,
         aliases=None,
+        links=(),
         timeout_s=None,
     ):
         names = [

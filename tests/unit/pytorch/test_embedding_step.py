@@ -273,7 +273,7 @@ def test_result_has_the_dense_layers_under_their_names() -> None:
         result = {name: torch.from_numpy(value) for name, value in cluster.result().items()}
         assert result.keys() == ours.state_dict().keys()
         assert torch.equal(result["head.weight"], ours.head.weight)
-        assert worker.aliases == {"model": {}}
+        assert list(worker.histories) == ["model"]
 
 
 def test_module_added_later_comes_with_its_group() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from paramserve.client.course import Course
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.consistency.built_in import LocalSteps, Sync
+from paramserve.observe.history import History
 from paramserve.pytorch.loader import load, sampler
 from paramserve.worker import Worker
 
@@ -275,7 +276,7 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
     )
     me = Worker(client, seed=3)  # a fake
     loader = me.loader(numbers(40), batch_size=5)
-    me.aliases["lm"] = {}
+    me.histories["lm"] = History()
     assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from tests.unit.pytorch.fakes import FakeCluster, on_all_ranks
@@ -13,8 +15,10 @@ from tests.unit.pytorch.test_optimizer_step import assert_same, loss_of, small_m
 from torch import nn
 
 import paramserve as ps
-from paramserve.pytorch.block import alias_map
+from paramserve.pytorch.loading import load_given
+from paramserve.pytorch.naming import Names
 from paramserve.pytorch.optimizer import adopt
+from paramserve.pytorch.pickling import dumped
 
 
 class Renamed(torch.optim.SGD):
@@ -311,10 +315,90 @@ def test_copy_of_an_adopted_optimizer_is_refused(duplicate) -> None:
         duplicate(optimizer)
 
 
-def test_alias_map_covers_parameters_and_buffers_of_shared_modules() -> None:
+class Counted(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"calls": 3}
+
+
+def wrapped_inside(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+WRAPPERS = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "a part of it": wrapped_inside,
+    "DataParallel": nn.DataParallel,
+    "both": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+def build() -> nn.Sequential:
+    model = nn.Sequential(Counted(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1).requires_grad_(False))
+    model.append(model[0])
+    return model
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
+def test_names_of_a_wrapped_model_are_those_of_the_plain_one(wrap: Any) -> None:
+    cluster = FakeCluster()
+    worker, model = cluster.worker(), wrap(build())
+    adopt(worker, model, torch.optim.SGD(build_trained(model), lr=0.1))
+    (block,) = (each for each in cluster.blocks if each.group_name == "model")
+    result = {name: torch.from_numpy(value) for name, value in cluster.result().items()}
+    result |= {other: result[first] for other, first in block.aliases.items()}
+    result |= cluster.extra["model"]
+    assert result.keys() == build().state_dict().keys(), "also the extra state of both places"
+    build().load_state_dict(result)
+
+
+def build_trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPERS.values(), lambda model: model])
+@pytest.mark.parametrize("before", ["", "_orig_mod.", "module.", "module._orig_mod."])
+def test_load_state_fits_with_wrappers_and_without(wrap: Any, before: str) -> None:
+    worker, model, given = FakeCluster().worker(), wrap(build()), build()
+    worker.load_state = {"": {before + name: value for name, value in given.state_dict().items()}}
+    load_given(worker, "model", model)
+    assert worker.load_state == {}
+    for mine, theirs in zip(model.parameters(), given.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [
+        ("model.{}", r"by 'model.' only: give load_state={name.removeprefix\('model.'\): value"),
+        ("{}_", "no name in this one is in the model"),
+    ],
+)
+def test_load_state_with_no_name_that_fits_is_not_told_to_load_a_part(names: str, fix: str) -> None:
+    worker, state = FakeCluster().worker(), nn.Linear(2, 1).state_dict()
+    worker.load_state = {"": {names.format(name): value for name, value in state.items()}}
+    with pytest.raises(ValueError, match=fix) as caught:
+        load_given(worker, "model", nn.Linear(2, 1))
+    assert "strict=False" not in str(caught.value)
+
+
+def test_frozen_parameters_of_newer_dtypes_come_back_from_a_pickle() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.uint16, torch.int8, torch.bfloat16, torch.complex64):
+        value = torch.ones(2, 2).to(dtype)
+        found = cloudpickle.loads(dumped({"base": value, "scalar": value[0, 0], "n": [1]}))
+        assert found["n"] == [1]
+        for name, given in (("base", value), ("scalar", value[0, 0])):
+            assert found[name].dtype == dtype
+            assert torch.equal(found[name].to(torch.complex64), given.to(torch.complex64))
+
+
+def test_aliases_cover_parameters_and_buffers_of_shared_modules() -> None:
     norm = nn.BatchNorm1d(2)
     model = nn.ModuleDict({"a": norm, "b": norm})
-    assert alias_map(model) == {
+    assert Names(model).aliases() == {
         f"b.{name}": f"a.{name}"
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }

@@ -1,0 +1,97 @@
+"""Who owns the value of each tensor of a worker's models: one optimizer's group, or none.
+
+Several optimizers may be given one model, or models with tensors in common. Each tensor then has
+one owner, the last optimizer that was given it: its group on the servers has the value, or gets it
+at the end. The others neither keep nor take a copy, and tell readers where it is (`links`).
+A tensor without an owner is a buffer, frozen, or left out of all optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from paramserve.messages import Link
+
+if TYPE_CHECKING:
+    from paramserve.pytorch.adopted import Adopted
+    from paramserve.pytorch.naming import Names, Slot
+    from paramserve.worker import Worker
+
+
+class Owner(NamedTuple):
+    """Where the value of a tensor is."""
+
+    tensor: Tensor
+    """Kept, so that no other one gets its identity."""
+    group: str
+    name: str
+    """In the group."""
+
+
+class Registry:
+    """The tensors of one worker's models.
+
+    Attributes:
+        optimizers: those that were adopted, in order.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Adopted[Any]] = []
+        self._owners: dict[int, Owner] = {}
+        self._watched: set[tuple[int, str]] = set()
+
+    @staticmethod
+    def of(worker: Worker) -> Registry:
+        """The one of this worker."""
+        if worker.registry is None:
+            worker.registry = Registry()
+        return worker.registry
+
+    def own(self, group: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        """The values of these tensors are this group's from now on."""
+        for name, tensor in named:
+            self._owners[id(tensor)] = Owner(tensor, group, name)
+
+    def owner(self, tensor: Tensor) -> Owner | None:
+        """Whose value a tensor has; None: of no optimizer's group."""
+        return self._owners.get(id(tensor))
+
+    def watch(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Those of these places that no optimizer before has looked after."""
+        new = {(id(slot.owner), slot.attribute): slot for slot in slots}
+        found = [slot for key, slot in new.items() if key not in self._watched]
+        self._watched |= new.keys()
+        return found
+
+    def links(
+        self, group: str, names: Names, named: Mapping[str, Tensor], *, first: bool
+    ) -> tuple[Link, ...]:
+        """What readers are told when a group defines tensors.
+
+        Args:
+            group: whose they are.
+            names: of its model.
+            named: the tensors that are defined.
+            first: they are its first ones: what other groups own of its model is told, too.
+        """
+        found = []
+        for other in self.optimizers:
+            if other.group != group:
+                pairs = {
+                    theirs: name
+                    for name, tensor in named.items()
+                    if not other.serves(tensor)
+                    for theirs in other.names.all_of(tensor)
+                }
+                found.append(Link(other.group, group, pairs))
+        sources: dict[str, dict[str, str]] = {}
+        mine = {id(tensor) for tensor in named.values()}
+        for key, owner in self._owners.items() if first else ():
+            if owner.group != group and key not in mine:
+                pairs = dict.fromkeys(names.all_of(owner.tensor), owner.name)
+                sources.setdefault(owner.group, {}).update(pairs)
+        found += [Link(group, source, pairs) for source, pairs in sources.items()]
+        return tuple(link for link in found if link.names)

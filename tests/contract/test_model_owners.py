@@ -1,0 +1,342 @@
+"""Each tensor of a model has one owner: what several optimizers, no optimizer or the loop change is
+what readers find, and what a worker that comes back goes on from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.contract.conftest import MakeCluster
+from tests.contract.ranks import Killed, Ranks
+from torch import nn
+from torch.optim import SGD, Adam
+
+import paramserve as ps
+from paramserve.launch.reading import Reader
+from paramserve.pytorch import changing
+
+State = dict[str, torch.Tensor]
+Train = Callable[[ps.Worker], Any]
+
+STEPS = 6
+
+
+def filled(model: nn.Module) -> Any:
+    """The model with the same values on all ranks, which are threads with one global generator."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 2)
+    return model
+
+
+def two_layers() -> nn.ModuleDict:
+    return filled(nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, 1)}))
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(100 * rank + number))
+    return (model["head"](torch.tanh(model["body"](x))) - x.sum(1, keepdim=True)).square().mean()
+
+
+def read(cluster: Any, name: str = "model") -> State:
+    return {
+        key: torch.from_numpy(each) for key, each in Reader(cluster.client()).read(name).items()
+    }
+
+
+def own(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(first: State, second: State) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def ended(make_cluster: MakeCluster, train: Train, workers: int = 2) -> tuple[Any, Ranks]:
+    """A run of a training function to its end."""
+    cluster = make_cluster(workers=workers, restarts=True, policy=ps.Sync())
+    ranks = Ranks(cluster, train).start(*range(workers))
+    ranks.end()
+    return cluster, ranks
+
+
+def dies(worker: ps.Worker, rank: int | None, clock: int) -> None:
+    if (worker.rank, worker.incarnation, worker.clock) == (rank, 1, clock):
+        worker.client.drain()
+        raise Killed
+
+
+# --- several optimizers over one model ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["", "load_state"])
+def test_two_optimizers_of_one_model_end_as_without_a_death(
+    make_cluster: MakeCluster, loads: bool
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = two_layers()
+            if loads:
+                worker.load_state = {"model": own(model), "head": own(model)}
+            optimizers = [
+                worker.optimizer(model, SGD(model["body"].parameters(), lr=0.1)),
+                worker.optimizer(model, SGD(model["head"].parameters(), lr=0.1), name="head"),
+            ]
+            for number in range(worker.clock, STEPS):
+                dies(worker, victim, 3)
+                loss = loss_of(model, worker.rank, number)
+                for each in optimizers:
+                    each.zero_grad()
+                loss.backward()
+                for each in optimizers:
+                    each.step()
+                if number == 4 and victim is None and worker.rank == 0:
+                    assert_equal(read(clusters[0]), own(model))
+                    assert_equal(read(clusters[0], "head"), own(model))
+            return own(model)
+
+        return train
+
+    cluster = make_cluster(workers=2, restarts=True, policy=ps.Sync())
+    clusters = [cluster]
+    expected = Ranks(cluster, training(None)).start(0, 1).end()[0]
+    for victim in (0, 1):
+        cluster, ranks = ended(make_cluster, training(victim))
+        assert ranks.restarts == [victim]
+        assert_equal(ranks.returned[0], expected)
+        assert_equal(ranks.returned[1], expected)
+        assert_equal(read(cluster), expected)
+        assert_equal(read(cluster, "head"), expected)
+
+
+def test_optimizer_of_a_submodule_owns_its_tensors_under_all_their_names(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        model["tied"] = model["head"]
+        first = worker.optimizer(model, SGD(model["body"].parameters(), lr=0.1))
+        last = worker.optimizer(model["head"], SGD(model["head"].parameters(), lr=0.1), name="head")
+        for number in range(2):
+            loss_of(model, 0, number).backward()
+            first.step()
+            last.step()
+            if number == 1:
+                assert_equal(read(clusters[0]), own(model))
+        return own(model)
+
+    clusters = [make_cluster(workers=1)]
+    expected = Ranks(clusters[0], train).start(0).end()[0]
+    assert_equal(read(clusters[0]), expected)
+    assert read(clusters[0], "head").keys() == {"weight", "bias"}
+
+
+def test_two_models_with_the_same_names_stay_apart(make_cluster: MakeCluster) -> None:
+    def train(worker: ps.Worker) -> list[State]:
+        models = [two_layers(), two_layers()]
+        for model, name in zip(models, ("first", "second"), strict=True):
+            layer = model["body" if name == "first" else "head"]
+            optimizer = worker.optimizer(model, SGD(layer.parameters(), lr=0.1), name=name)
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+        return [own(model) for model in models]
+
+    cluster = make_cluster(workers=1)
+    first, second = Ranks(cluster, train).start(0).end()[0]
+    assert_equal(read(cluster, "first"), first)
+    assert_equal(read(cluster, "second"), second)
+
+
+# --- what changes without an optimizer ------------------------------------------------------------
+
+
+class WithTarget(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.online = filled(nn.Linear(3, 1))
+        self.target = copy.deepcopy(self.online)
+        if kind == "frozen":
+            self.target.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2, 2), persistent=False)
+
+    def move(self) -> None:
+        self.seen += self.online.weight.detach().sum()
+        for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            mine.data.copy_(0.8 * mine.data + 0.2 * theirs.data)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "left out"])
+def test_target_network_and_hidden_buffer_come_back(make_cluster: MakeCluster, kind: str) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = WithTarget(kind)
+            optimizer = worker.optimizer(model, SGD(model.online.parameters(), lr=0.1))
+            for number in range(worker.clock, 12):
+                dies(worker, victim, 5)
+                if number:
+                    model.move()
+                generator = torch.Generator().manual_seed(100 * worker.rank + number)
+                x = torch.randn(8, 3, generator=generator)
+                optimizer.zero_grad()
+                goal = 1 + 0.9 * model.target(x).detach() + model.seen.mean()
+                (model.online(x) - goal).square().mean().backward()
+                optimizer.step()
+            return own(model) | {"seen": model.seen.clone()}
+
+        return train
+
+    expected = ended(make_cluster, training(None))[1].returned
+    for victim in (0, 1):
+        cluster, ranks = ended(make_cluster, training(victim))
+        assert ranks.restarts == [victim]
+        for rank in (0, 1):
+            assert_equal(ranks.returned[rank], expected[rank])
+        result = read(cluster)
+        assert torch.equal(result["target.weight"], expected[0]["target.weight"])
+
+
+def test_changes_that_are_too_large_to_be_saved_warn_once(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changing, "BYTES_MAX", 8)
+    monkeypatch.setattr("paramserve.client.saving.BYTES_MAX", 8)
+
+    def train(worker: ps.Worker) -> None:
+        model = WithTarget("frozen")
+        optimizer = worker.optimizer(model, SGD(model.online.parameters(), lr=0.1))
+        for _ in range(20):
+            model.move()
+            model.online(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"rank 0 has tensors that change.*'seen' \(3 in all") as w:
+        ended(make_cluster, train, workers=1)
+    assert len(w) == 1
+
+
+class Codebook(nn.Module):
+    """As public code has it: `forward` makes a new parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = nn.Parameter(0.9 * self.weight + 0.1 * x.detach().mean(0))
+        return x * self.weight.detach()
+
+
+@pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
+def test_parameter_that_is_replaced_is_in_the_result_as_the_model_has_it(
+    make_cluster: MakeCluster,
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = nn.ModuleDict({"layer": nn.Linear(3, 1), "book": Codebook()})
+            filled(model["layer"])
+            optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.01))
+            for number in range(worker.clock, STEPS):
+                dies(worker, victim, 3)
+                generator = torch.Generator().manual_seed(number)
+                optimizer.zero_grad()
+                x = torch.randn(4, 3, generator=generator)
+                model["layer"](model["book"](x)).square().mean().backward()
+                optimizer.step()
+            return own(model)
+
+        return train
+
+    for victim in (None, 0):
+        cluster, ranks = ended(make_cluster, training(victim), workers=1)
+        if victim is None:
+            expected = ranks.returned[0]
+            assert not torch.equal(expected["book.weight"], torch.ones(3))
+        assert_equal(ranks.returned[0], expected)
+        assert_equal(read(cluster), expected)
+
+
+def test_replaced_parameter_warns(make_cluster: MakeCluster) -> None:
+    def train(worker: ps.Worker) -> None:
+        model = nn.ModuleDict({"layer": nn.Linear(3, 1), "book": Codebook()})
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.01))
+        for _ in range(12):
+            model["layer"](model["book"](torch.ones(2, 3))).mean().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="'book.weight' is stepped by.*another object") as warned:
+        ended(make_cluster, train, workers=1)
+    assert len(warned) == 1
+
+
+# --- layers that are trained later ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["unfreeze", "add"])
+@pytest.mark.parametrize("again", [True, False], ids=["trains it again", "does not"])
+def test_worker_that_comes_back_has_the_values_of_layers_that_were_added(
+    make_cluster: MakeCluster, how: str, again: bool
+) -> None:
+    clusters = [make_cluster(workers=2, restarts=True, policy=ps.Sync())]
+
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        first = model["body"].weight.detach().clone()
+        params = model.parameters() if how == "unfreeze" else model["head"].parameters()
+        if how == "unfreeze":
+            model["body"].requires_grad_(False)
+        optimizer = worker.optimizer(model, SGD(params, lr=0.1))
+        if worker.incarnation > 1:
+            assert not torch.equal(model["body"].weight, first)
+            assert torch.equal(model["body"].weight, read(clusters[0])["body.weight"])
+        for number in range(worker.clock, STEPS):
+            dies(worker, 1, 4)
+            if number == 2 or (worker.incarnation > 1 and number == 4 and again):
+                if how == "unfreeze":
+                    model["body"].requires_grad_(True)
+                else:
+                    optimizer.add_param_group({"params": list(model["body"].parameters())})
+            optimizer.zero_grad()
+            loss_of(model, worker.rank, number).backward()
+            optimizer.step()
+        return own(model)
+
+    ranks = Ranks(clusters[0], train).start(0, 1)
+    if again:
+        ranks.end()
+        assert_equal(ranks.returned[1], ranks.returned[0])
+    else:
+        with pytest.warns(UserWarning, match="rank 1 came to a run .* trains 'body.weight'"):
+            ranks.end()
+
+
+# --- the optimizer's state ------------------------------------------------------------------------
+
+
+def test_state_that_is_loaded_after_adoption_is_not_loaded_by_a_worker_that_comes_back(
+    make_cluster: MakeCluster,
+) -> None:
+    plain = Adam([nn.Parameter(torch.ones(2))])
+    plain.param_groups[0]["params"][0].grad = torch.ones(2)
+    for _ in range(10):
+        plain.step()
+    saved = plain.state_dict()
+
+    def train(worker: ps.Worker) -> float:
+        model = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        optimizer = worker.optimizer(model, Adam(model.parameters()))
+        optimizer.load_state_dict(saved)
+        for _ in range(worker.clock, 4):
+            dies(worker, 0, 2)
+            model[0].grad = torch.ones(2)
+            optimizer.step()
+        return float(optimizer.state_dict()["state"][0]["step"])
+
+    _, ranks = ended(make_cluster, train, workers=1)
+    assert ranks.restarts == [0]
+    assert ranks.returned[0] == 14
