@@ -14,13 +14,17 @@ from tests.sim.policies import TABLE_POLICIES
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.block import ShardBlock
+from paramserve.core.events import Requested
+from paramserve.core.replies import delete
+from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.table import routing
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.core.table.parts import RowGradient
 from paramserve.core.table.store import Purpose, RowStore, Taken
-from paramserve.messages import TableSpec
+from paramserve.messages import Delete, TableSpec
 from paramserve.rules.compiled import compiled
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, row_counting
 from paramserve.testing.history import Row
@@ -39,6 +43,21 @@ Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
 def test_seeds_of_a_table_keep_every_invariant(policy: str, servers: int) -> None:
     for seed in range(SEEDS):
         replay(seed, servers=servers, consistency=TABLE_POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", TABLE_POLICIES)
+def test_seeds_of_a_table_whose_rows_are_deleted_keep_every_invariant(policy: str) -> None:
+    deleted = 0
+    for seed in range(SEEDS):
+        scenario = Scenario(consistency=TABLE_POLICIES[policy], deletes=True)
+        cluster = SimulatedTables(seed, scenario)
+        history = cluster.run()
+        cluster.check()
+        for part, row in history.final.items():
+            for each in history.deleted(part):
+                assert not any(row.pushes[w] & gone for w, gone in each.pushes.items())
+                deleted += sum(gone.bit_count() for gone in each.pushes.values())
+    assert deleted > 100, "else this tests nothing"
 
 
 @pytest.mark.parametrize("links", ["shared", "tcp"])
@@ -96,6 +115,49 @@ def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
 
 def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     planted_sessions.slot_freed_on_timeout(monkeypatch)
+    return SimulatedTables
+
+
+def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Also what has come to its keys since."""
+    repeat = Shard._repeat
+
+    def again(shard: Shard, session: ShardSession, request: Request) -> None:
+        if isinstance(request.message, Delete):
+            state = shard._group_of(request.message.block)
+            delete(state, request.message, request.memory)
+        repeat(shard, session, request)
+
+    monkeypatch.setattr(Shard, "_repeat", again)
+    return SimulatedTables
+
+
+def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """It is executed at once, and not behind the held requests of its client."""
+    requested = Shard._requested
+
+    def at_once(shard: Shard, event: Requested) -> None:
+        session = shard.sessions.by_client[event.client]
+        held, done = session.held, session.done
+        if isinstance(event.message, Delete) and held is not None:
+            session.held = None
+            requested(shard, event)
+            session.held, session.done = held, done
+        else:
+            requested(shard, event)
+
+    monkeypatch.setattr(Shard, "_requested", at_once)
+    return SimulatedTables
+
+
+def delete_leaves_a_row(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """The last of its keys."""
+    remove = RowStore.delete
+
+    def all_but_one(store: RowStore, keys: np.ndarray, clock: int) -> int:
+        return remove(store, keys[:-1], clock)
+
+    monkeypatch.setattr(RowStore, "delete", all_but_one)
     return SimulatedTables
 
 
@@ -215,14 +277,17 @@ def nan_is_looked_for_in_the_first_row_only(
         (equal_keys_are_not_summed, Sync(reduce="sum"), {"exactly_once"}),
         (rows_are_read_to_the_places_of_others, Async(), {"counters_agree"}),
         (nan_is_looked_for_in_the_first_row_only, Async(), {"spoiled_gradients_change_nothing"}),
+        (resent_delete_removes_again, Async(), {"exactly_once", "sessions_in_order"}),
+        (delete_overtakes_what_came_before, Sync(reduce="sum"), {"exactly_once"}),
+        (delete_leaves_a_row, Async(), {"exactly_once"}),
     ],
 )
 def test_bug_of_a_table_is_found(
     plant: Plant, policy: Policy, checkers: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = plant(monkeypatch)
+    kind, deletes = plant(monkeypatch), "delete" in plant.__name__
     for seed in range(FOUND_WITHIN):
-        options = BOUNDED if kind is BoundedTables else {"steps": STEPS}
+        options = BOUNDED if kind is BoundedTables else {"steps": STEPS, "deletes": deletes}
         cluster = kind(seed, Scenario(consistency=policy, **options))
         try:
             cluster.run()

@@ -19,7 +19,7 @@ from paramserve.client.labels import DIM, Labels, labels_kept, labels_options
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
-from paramserve.client.row_slots import RowPush, class_bytes, lay_push
+from paramserve.client.row_slots import RowPush, class_bytes, lay_named, lay_push
 from paramserve.client.step_parts import (
     NOTHING_STAGED,
     Staged,
@@ -36,7 +36,7 @@ from paramserve.config import LABELS
 from paramserve.core.partition import Block
 from paramserve.core.table import routing, wide
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.parts import Records, lying, padded, records_at, records_bytes
+from paramserve.core.table.parts import Records, records_at, records_bytes
 from paramserve.errors import NonFinite, Overloaded, ParamServeError
 from paramserve.messages import (
     Contains,
@@ -449,23 +449,11 @@ class Keyed:
         Returns:
             The answers, and what they leave behind each key, uint8 [n].
         """
-        shards = len(self._exchange.shards)
-        owner = shard_of(keys, shards)
-        chosen = [np.flatnonzero(owner == shard) for shard in range(shards)]
-        sizes = [padded(8 * own.size) + padded(own.size) for own in chosen]
-        slot = self._exchange.take(class_bytes(sum(sizes)))
-        requests: list[ShardRequest] = []
-        behind: list[Array] = []
-        offset = 0
-        for own, size in zip(chosen, sizes, strict=True):
-            lying(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
-            behind.append(lying(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size)))
-            requests.append(kind(0, block.id, own.size, slot.arena, slot.offset + offset))
-            offset += size
+        named = lay_named(self._exchange, kind, block, keys)
         what = "assign" if kind is Delete else "fetch"
-        answers = done(self._steps.finish(what, requests, timeout_s, [slot]))
+        answers = done(self._steps.finish(what, named.requests, timeout_s, [named.slot]))
         answered = np.empty(keys.size, np.uint8)
-        for own, each in zip(chosen, behind, strict=True):
+        for own, each in named.answers:
             answered[own] = each
         return answers, answered
 

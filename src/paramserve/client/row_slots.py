@@ -18,7 +18,9 @@ from paramserve.client.links import Links, Slot
 from paramserve.client.payloads import ExactKeys
 from paramserve.core.partition import Block
 from paramserve.core.table import routing, wide
-from paramserve.messages import Gradient, Keys, ReadTarget
+from paramserve.core.table.hashing import shard_of
+from paramserve.core.table.parts import lying, padded
+from paramserve.messages import Contains, Delete, Gradient, Keys, ReadTarget, ShardRequest
 from paramserve.rules.base import Hyper
 from paramserve.rules.layout import WIDE
 
@@ -54,6 +56,16 @@ class RowPull(Struct, frozen=True, eq=False):
     """Where in the slot the rows begin, in bytes."""
     shape: tuple[int, int]
     """Of the rows."""
+
+
+class NamedKeys(Struct, frozen=True, eq=False):
+    """Keys of one table that requests name."""
+
+    requests: list[ShardRequest]
+    """For each shard."""
+    slot: Slot
+    answers: list[tuple[Array, Array]]
+    """For each shard, which of the keys it is asked for, and what it leaves behind them, uint8."""
 
 
 class Lent(np.ndarray[Any, Any]):
@@ -140,6 +152,30 @@ def lay_pull(
         asked = kind(count, arena, offset + at, total, create)
         places += [ReadTarget(block.id, arena, offset + start, asked)]
     return RowPull(block, tuple(places), slot, start, (total, dim))
+
+
+def lay_named(
+    links: Links, kind: type[Delete] | type[Contains], block: Block, keys: Array
+) -> NamedKeys:
+    """Take memory for requests that name keys of a table, and write those of each shard.
+
+    Args:
+        keys: int64 [n].
+    """
+    owner = shard_of(keys, links.count)
+    chosen = [np.flatnonzero(owner == shard) for shard in range(links.count)]
+    sizes = [padded(8 * own.size) + padded(own.size) for own in chosen]
+    (slot,) = links.take_each([class_bytes(sum(sizes))])
+    requests: list[ShardRequest] = []
+    answers: list[tuple[Array, Array]] = []
+    offset = 0
+    for own, size in zip(chosen, sizes, strict=True):
+        lying(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
+        behind = lying(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size))
+        answers.append((own, behind))
+        requests.append(kind(0, block.id, own.size, slot.arena, slot.offset + offset))
+        offset += size
+    return NamedKeys(requests, slot, answers)
 
 
 def owned(links: Links, pull: RowPull) -> Array:

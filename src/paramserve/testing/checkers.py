@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from paramserve.consistency.built_in import Buffered
 from paramserve.testing.decision_checkers import gradients_count_as_decided
-from paramserve.testing.history import Call, History, Part, Row, mask
+from paramserve.testing.history import Call, Deleted, History, Part, Row, mask
 from paramserve.testing.policy_checkers import (
     bounded_staleness,
     buffers_are_full,
@@ -72,8 +72,11 @@ def exactly_once(history: History) -> list[str]:
     so on each shard by itself, and each says so. While the policy changes, one shard may refuse
     what another one has applied of a client that has no clock, or does not know of the change: it
     is told that this is not known.
+
+    Of what was deleted, nothing is there that had come to the part before.
     """
     wrong = []
+    gone = _Gone(history)
     for writer, calls in history.by_writer().items():
         for part, row in history.final.items():
             pushes = [c for c in calls if c.push is not None and part.block in c.blocks]
@@ -84,7 +87,11 @@ def exactly_once(history: History) -> list[str]:
             half = (c for c in pushes if c.applied == "unknown" and not history.knew_policy(c))
             unknown = mask(c.push for c in half)
             who = f"writer {writer} on {part_name(part)}"
-            wrong += push_numbers(acknowledged & ~present, f"{who}: acknowledged, but lost")
+            lost = acknowledged & ~present & ~gone.at_most(part, writer)
+            wrong += push_numbers(lost, f"{who}: acknowledged, but lost")
+            wrong += push_numbers(
+                present & gone.by(part, writer), f"{who}: deleted, but still there"
+            )
             wrong += push_numbers(
                 present & rejected, f"{who}: reported as not applied, but applied"
             )
@@ -111,13 +118,16 @@ def counters_agree(history: History) -> list[str]:
 def all_or_nothing(history: History) -> list[str]:
     """2, second half. A synchronous clock is in all parts or in none, for every reader alike."""
     wrong = []
+    gone = _Gone(history)
     for call in history.calls:
         if not (history.collects_at(call.clock) and history.has_clock(call)):
             continue
         held = [
             (history.final[part].pushes[call.writer] >> call.push & 1, part)
             for part in history.final
-            if call.push is not None and part.block in call.blocks
+            if call.push is not None
+            and part.block in call.blocks
+            and not gone.at_most(part, call.writer) >> call.push & 1
         ]
         if held and len({bit for bit, _ in held}) > 1:
             where = ", ".join(part_name(part) for bit, part in held if bit)
@@ -131,6 +141,7 @@ def all_or_nothing(history: History) -> list[str]:
         first, at, expected = states.setdefault(call.state, (seen, part, row))
         for writer, (ours, theirs) in enumerate(zip(row.pushes, expected.pushes, strict=True)):
             both = pushed.get((writer, part.block), 0) & pushed.get((writer, at.block), 0)
+            both &= ~(gone.at_most(part, writer) | gone.at_most(at, writer))
             if (ours ^ theirs) & both:
                 wrong.append(
                     f"after {call.state} clocks {seen} has {row_text(row)}, "
@@ -145,9 +156,10 @@ def sessions_in_order(history: History) -> list[str]:
 
     It also contains nothing that was issued after the answer, and nothing that came later in the
     client's own order; unless it was read again, because an answer was lost: then it may contain
-    what the client had sent by then.
+    what the client had sent by then. What was deleted before it came to the shard is not in it.
     """
     wrong = []
+    gone = _Gone(history)
     timeline = _Timeline(history)
     sizes = [policy.size for _, policy in history.policies if isinstance(policy, Buffered)]
     spare = max(sizes, default=1) - 1
@@ -166,7 +178,7 @@ def sessions_in_order(history: History) -> list[str]:
             for part, row in call.reads.items():
                 who = f"{call_name(call)} read of {part_name(part)}"
                 own = row.pushes[writer]
-                lacking = acknowledged.get(part, 0) & ~own
+                lacking = acknowledged.get(part, 0) & ~own & ~gone.at_most(part, writer)
                 if lacking.bit_count() > spare:
                     wrong += push_numbers(lacking, f"{who} lacks its own")
                 again = part.shard in call.reread
@@ -175,7 +187,13 @@ def sessions_in_order(history: History) -> list[str]:
                 before = seen.get(part, row)
                 for other, (old, new) in enumerate(zip(before.pushes, row.pushes, strict=True)):
                     text = f"{who} lacks what it had read before of writer {other}"
-                    wrong += push_numbers(old & ~new, text) if old & ~new else []
+                    missing = old & ~new
+                    if missing:
+                        wrong += push_numbers(missing & ~gone.at_most(part, other), text)
+                since = history.reached.get((part.shard, writer, call.number), 0)
+                for other, pushes in enumerate(row.pushes):
+                    old = pushes & gone.by(part, other, since)
+                    wrong += push_numbers(old, f"{who} has what was deleted of writer {other}")
                 wrong += timeline.not_yet_issued(call, row, who)
                 if not again:  # a later call may have been answered before this one was repeated
                     seen[part] = row
@@ -338,6 +356,36 @@ def _pushed(history: History) -> dict[tuple[int, int], int]:
                 key = (call.writer, block)
                 found[key] = found.get(key, 0) | 1 << call.push
     return found
+
+
+class _Gone:
+    """Which pushes were deleted, as masks."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._found: dict[Part, list[Deleted]] = {}
+
+    def _of(self, part: Part) -> list[Deleted]:
+        if not self._history.deletions:
+            return []
+        if part not in self._found:
+            self._found[part] = self._history.deleted(part)
+        return self._found[part]
+
+    def by(self, part: Part, writer: int, order: int | None = None) -> int:
+        """For sure, of a writer's on a part; before an order, if one is given."""
+        found = 0
+        for each in self._of(part):
+            if order is None or each.order < order:
+                found |= each.pushes.get(writer, 0)
+        return found
+
+    def at_most(self, part: Part, writer: int) -> int:
+        """Those, and what may have come before a deletion or behind it."""
+        found = 0
+        for each in self._of(part):
+            found |= each.pushes.get(writer, 0) | each.perhaps.get(writer, 0)
+        return found
 
 
 class _Timeline:

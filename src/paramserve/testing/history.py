@@ -94,6 +94,31 @@ class Call:
         return told and (self.skipped or self.applied == "no" or shard in self.dropped)
 
 
+@dataclass(eq=False)
+class Deletion:
+    """A client deletes rows of a table.
+
+    Attributes:
+        issued: when, among the client's calls.
+        blocks: the keys.
+        executed: by shard, when it answered first.
+    """
+
+    writer: int
+    issued: int
+    blocks: frozenset[int]
+    executed: dict[int, int] = field(default_factory=dict)
+
+
+class Deleted(NamedTuple):
+    """What one deletion has taken out of a part, by writer: pushes that had come to it before, and
+    those that may have."""
+
+    order: int
+    pushes: dict[int, int]
+    perhaps: dict[int, int]
+
+
 class Decided(NamedTuple):
     """A synchronous clock that was decided: who is in it, as (rank, writer); empty if it was
     skipped or refused."""
@@ -237,6 +262,7 @@ class History:
         switched: every (shard, change of policy) once.
         decided: the synchronous clocks, in order.
         shared: samples that are shared by lease; None: there are none.
+        deletions: of rows, in the order in which they were issued.
         agreed: what each worker got of its collectives, in order.
         company: of each collective of a worker, who else was there.
         away: (order, rank, whether) of each change: a rank has ended for good, or is back.
@@ -264,6 +290,7 @@ class History:
     switched: dict[Switched, None] = field(default_factory=dict)
     decided: list[Decided] = field(default_factory=list)
     shared: Shared | None = None
+    deletions: list[Deletion] = field(default_factory=list)
     agreed: list[Agreed] = field(default_factory=list)
     company: list[Company] = field(default_factory=list)
     away: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -416,6 +443,32 @@ class History:
         found: dict[int, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.writer, []).append(call)
+        return found
+
+    def deleted(self, part: Part) -> list[Deleted]:
+        """What was deleted of a part. A push comes to it between its arrival at the shard and the
+        answer there; those of one client in the order in which it sends them."""
+        found = []
+        for each in self.deletions:
+            at = each.executed.get(part.shard)
+            if at is None or part.block not in each.blocks:
+                continue
+            gone = Deleted(at, {}, {})
+            for call in self.calls:
+                if call.push is None or part.block not in call.blocks:
+                    continue
+                key = (part.shard, call.writer, call.number)
+                answered, own = self.answers.get(key), call.writer == each.writer
+                before = own and call.issued < each.issued
+                behind = own or self.reached.get(key, 0) > at
+                if before or (answered is not None and answered.order < at):
+                    masks = gone.pushes
+                elif not behind:
+                    masks = gone.perhaps
+                else:
+                    continue
+                masks[call.writer] = masks.get(call.writer, 0) | 1 << call.push
+            found.append(gone)
         return found
 
     def reads(self) -> Iterator[tuple[Call, Part, Row]]:

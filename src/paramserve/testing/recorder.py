@@ -381,6 +381,9 @@ class ShardRecorder:
         for news in done.news:
             self._recorder.learned(self._shard.number, news)
         writer = self._cluster.writers.get(client, -1)
+        deletion = self._cluster.deletion_of.get((writer, self._shard.number, done.seq))
+        if deletion is not None:
+            deletion.executed.setdefault(self._shard.number, order)
         name, call = self._cluster.call_of.get((writer, self._shard.number, done.seq), ("", None))
         if call is not None:
             group = next(g for g, each in self._shard.groups.items() if each.state.name == name)

@@ -8,31 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from paramserve.client.links import Slot
-from paramserve.client.row_slots import RowPull, RowPush, lay_pull, lay_push
+from paramserve.client.row_slots import RowPull, RowPush, lay_named, lay_pull, lay_push
 from paramserve.client.step_parts import StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.compiling import load_table
 from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
+from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.core.table.store import Purpose
-from paramserve.messages import Piece, PlaceBlock, TableSpec
+from paramserve.messages import Delete, Piece, PlaceBlock, ShardRequest, TableSpec
 from paramserve.rules import Rule
 from paramserve.rules.add import Add
 from paramserve.rules.registry import described_by
 from paramserve.rules.rows import row_layout
 from paramserve.testing.client import GroupStep
 from paramserve.testing.counting import Counting, Pushed
-from paramserve.testing.history import Call, Part, Row
+from paramserve.testing.history import Call, Deletion, Part, Row
 from paramserve.testing.scripts import (
     WAIT_S,
     LeasingWorker,
@@ -53,6 +55,8 @@ ARENA_BYTES = 1 << 20
 """Of each client. Slots are used again for their own size only, and calls have many sizes."""
 SOME = 0.4
 """Of the calls take only some keys."""
+DELETES = 0.2
+"""Before so many of a client's calls it deletes rows, where it does."""
 
 
 class RowKey(NamedTuple):
@@ -155,6 +159,36 @@ def _keys_in(block: KeyedBlock) -> list[int]:
 
 class RowsClient(ScriptedClient):
     """A client that pushes to rows of a table, and reads them."""
+
+    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+        super().__init__(cluster, writer, rank)
+        self._chance = Random(f"deletes {cluster.seed} {writer}")
+        self._deleting = frozenset[int]()
+        """Numbers of the keys that it is about to delete."""
+
+    def _go_on(self) -> None:
+        if self.cluster.scenario.deletes and self.left > 0 and self._chance.random() < DELETES:
+            self._deleting = frozenset(self._chance.sample(range(KEYS.size), 3))
+            self.make(self._delete)
+        if self.alive:
+            super()._go_on()
+
+    def _delete(self) -> None:
+        keys = KEYS[sorted(self._deleting)]
+        named = lay_named(self.exchange, Delete, self.block, keys)
+        self.steps.finish("assign", named.requests, None, [named.slot])
+
+    def sending(
+        self, requests: Sequence[ShardRequest], operation: Operation
+    ) -> Sequence[ShardRequest]:
+        if isinstance(requests[0], Delete):
+            history = self.cluster.history
+            deletion = Deletion(self.writer, history.next(), self._deleting)
+            history.deletions.append(deletion)
+            for shard in self.exchange.shards:
+                key = (self.writer, shard.number, shard.session.last + 1)
+                self.cluster.deletion_of[key] = deletion
+        return super().sending(requests, operation)
 
     @property
     def rows(self) -> RowCounting:

@@ -40,6 +40,7 @@ class Scenario:
             policies that are built in.
         samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
         collectives: whether the workers reduce a value after each few clocks.
+        deletes: whether clients of a table delete some of its rows now and then.
     """
 
     servers: int = 2
@@ -58,6 +59,7 @@ class Scenario:
     collectives: bool = False
     second: Policy | None = None
     unregistered: tuple[int, ...] = ()
+    deletes: bool = False
 
     @property
     def policies(self) -> tuple[Policy, ...]:

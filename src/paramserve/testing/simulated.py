@@ -26,7 +26,7 @@ from paramserve.messages import Hello, LeasePlan
 from paramserve.rules import Add, Rule
 from paramserve.testing.checkers import check
 from paramserve.testing.counting import AddWhole, Counting, leaves_whole
-from paramserve.testing.history import Call, History
+from paramserve.testing.history import Call, Deletion, History
 from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve.testing.network import Bytes, End, Faults, Network, Stream
 from paramserve.testing.process import DEADLINES, ClientProcess, SimulatedExchange
@@ -159,6 +159,8 @@ class SimulatedCluster:
             self.worker_type = self.groups_type
         self.call_of: dict[tuple[int, int, int], tuple[str, Call]] = {}
         """Which call of a writer has a number on a shard, and its group."""
+        self.deletion_of: dict[tuple[int, int, int], Deletion] = {}
+        """The same of deletions of rows."""
         self.writers: dict[int, int] = {}
         """By the id that the coordinator gave."""
         self.wanted = self.least_wanted = self.scenario.workers
