@@ -75,6 +75,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     """Epochs that had begun; 0: its function does not loop over `loader.epochs`."""
     run: int = 0
     """As `WorkerConfig.run`: the function of another run may be another one."""
+    by_hand: bool = False
+    """Whether the function has set numbers itself behind each of the last steps."""
 
     @property
     def numbers(self) -> tuple[Numbers, ...]:
@@ -137,6 +139,8 @@ class Schedules:
         self._quick: list[Any] | None = None
         self._positions: list[float] = []
         self._unexplained = 0
+        self._by_hand = 0
+        """Steps in a row before which numbers had changed, and no scheduler was stepped."""
         self._told: Note | None = None
         """What the last step that was sent has told."""
         self._telling: Note | None = None
@@ -172,7 +176,10 @@ class Schedules:
             self._search(groups)
         quick = [[group.get(name) for name in _QUICK] for group in groups]
         positions = [_position(each) for each in self._alive()] if self._known else []
-        if self._quick is not None and quick != self._quick and positions == self._positions:
+        if self._quick is None or quick == self._quick or positions != self._positions:
+            self._by_hand = 0
+        else:
+            self._by_hand += 1
             self._unexplained += 1
             if self._unexplained & (self._unexplained - 1) == 0:  # a search goes over all objects
                 self._search(groups)
@@ -196,7 +203,8 @@ class Schedules:
             return b""
         steps = self._client.steps
         progress, numbers = tuple(self._progress()), tuple(_numbers(self._groups))
-        note = Note(progress, numbers, epochs=steps.epochs, run=steps.run)
+        by_hand = self._by_hand >= _SEVERAL
+        note = Note(progress, numbers, epochs=steps.epochs, run=steps.run, by_hand=by_hand)
         if note == self._told:
             return b""
         self._telling = note
@@ -311,6 +319,8 @@ class Schedules:
         if not note.schedulers:
             if self._taken == _numbers(groups):
                 _install(groups, note.numbers)
+                if note.by_hand and ahead > 0:
+                    self._warn_by_hand()
             return
         names = [type(each).__name__ for each in schedulers]
         if sorted(names) != sorted(each.name for each in note.schedulers):
@@ -372,6 +382,14 @@ class Schedules:
                 f"had {_shown(before)}"
             )
             print(f"{told}\n", end="", file=sys.stderr, flush=True)
+
+    def _warn_by_hand(self) -> None:
+        warn_user(
+            f"rank {self._rank} goes on with the hyper-parameters of the last step of group "
+            f"{self._group!r}; its function has changed them behind each step, and what it made of "
+            "them behind this one is not known. Set them before each step from worker.clock, as in "
+            'optimizer.param_groups[0]["lr"] = rate(worker.clock)'
+        )
 
     def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
         _install(groups, note.numbers)

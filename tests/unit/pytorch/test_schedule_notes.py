@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,3 +101,19 @@ def test_search_for_schedulers_leaves_other_threads_alone() -> None:
         thread.join()
     assert not errors
     del scheduler
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_rate_that_was_set_behind_each_step_is_told_of_where_it_is_not_known(at: int) -> None:
+    """At the clock of the note, as of another rank that waits there, it is."""
+    writer, groups = schedules({}, late=False), groups_of(1, 0.5)
+    for _ in range(4):
+        note = told(writer, groups)
+        groups[0]["lr"] *= 0.5
+    reader, own = schedules({0: {at: note}}, late=True), groups_of(1, 0.5)
+    reader.start(own)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reader.before_step(own)
+    assert own[0]["lr"] == 0.5**4
+    assert ["worker.clock" in str(each.message) for each in caught] == [True] * (at == 0)
