@@ -39,6 +39,7 @@ class FakeTable:
 
     def __init__(self, client: Any, name: str, dim: int, lr: float = LR) -> None:
         self.client, self.name, self.group, self.dim, self.lr = client, name, name, dim, lr
+        self.wide: str | None = None
         self.values: dict[int, np.ndarray] = {}
         self.pulls: list[tuple[list[int], bool]] = []
         self.pushes: list[Pushed] = []
