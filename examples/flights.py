@@ -65,7 +65,9 @@ def train(worker: ps.Worker, data: Split, options: argparse.Namespace) -> float:
 
     def rows(field: str) -> nn.Module:
         rule, init = ps.Adagrad(lr=RATE), ps.Normal(std=STD)
-        table = worker.client.table(field, dim=DIM, rule=rule, init=init, seed=worker.seed)
+        table = worker.client.table(
+            field, dim=DIM, rule=rule, init=init, seed=worker.seed, consistency=ps.Async()
+        )
         return ps.pytorch.Embedding(table)
 
     worker.process_group()

@@ -181,6 +181,8 @@ class ConsistencySpec(Struct, frozen=True):
     """Whether gradients wait for their clock's decision."""
     skips: bool = False
     """Whether a gradient with NaN or Inf is skipped, not refused."""
+    dense_only: bool = False
+    """Whether no table can have it."""
 
 
 class Resumed(Struct, frozen=True):

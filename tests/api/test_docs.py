@@ -212,6 +212,20 @@ def each_alone(folder: Path, codes: Sequence[str], *options: str) -> list[str]:
     return done.stdout.split("# begins ")[1:]
 
 
+@pytest.mark.slow
+def test_sync_program_with_tables_repeats(tmp_path: Path) -> None:
+    """The whole output: losses, numbers of rows, what the driver prints."""
+    found = [
+        code.replace("ps.run(train, ", "ps.run(train, seed=0, ")
+        for page in (README, TABLES)
+        for code in programs(page)
+        if "client.table(" in code and "ps.run(train, " in code and "Async()" not in code
+    ]
+    assert len(found) == 2
+    first, second = (each_alone(tmp_path, found) for _ in range(2))
+    assert first == second
+
+
 DIES = (
     "if (worker.rank, worker.clock, worker.incarnation) == (0, {}, 1): "
     "print('dies', flush=True); os.kill(os.getpid(), 9)"

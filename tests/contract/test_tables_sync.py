@@ -14,7 +14,8 @@ from tests.contract.test_tables import ones, users, whole
 from tests.contract.test_tables_limits import SMALL, first_values, keys_of, room
 
 from paramserve.client.table import Table
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import DelayCompensated, Sync
 from paramserve.core.table import memory
 from paramserve.core.table.options import LRU
 from paramserve.errors import ParamServeError, RuleFailed, TableFull
@@ -173,3 +174,20 @@ def test_read_of_a_new_key_gives_the_values_that_its_row_begins_with(
     assert len(table.keys()) == 0, "a row begins with its first gradient"
     clock([table], [[3, 4]])
     assert np.allclose(table.pull([3, 4]), before - 0.5)
+
+
+@pytest.mark.parametrize("policy", [Sync(reduce="sum"), DelayCompensated()])
+def test_table_without_a_policy_goes_by_the_clusters_or_says_why_not(
+    make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], policy: Policy
+) -> None:
+    cluster = make_cluster("unix", servers=2, workers=1, policy=policy)
+    table = users(cluster.client(rank=0))
+    follows = isinstance(policy, Sync)
+    ticket = table.push([1], ones(1))
+    assert values(table, [1]) == [1.0 if follows else 0.5], "a gradient of Sync waits for its tick"
+    table.client.tick("users").result()
+    ticket.result()
+    assert values(table, [1]) == [0.5]
+    told = capsys.readouterr().err
+    assert ("table 'users' steps under ps.Async()" in told) is not follows
+    assert told.count("\n") == (not follows)

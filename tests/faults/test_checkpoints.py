@@ -217,6 +217,7 @@ def test_strict_run_whose_last_checkpoint_fails_keeps_values_and_tables(tmp_path
             victims.lose_the_folder,
             args=(str(folder),),
             workers=1,
+            consistency=ps.Async(),
             checkpoint=ps.Checkpoint(folder, every_s=600, strict=True),
             save_tables=tmp_path / "tables",
         )

@@ -45,7 +45,8 @@ def train(worker: ps.Worker, steps: int) -> dict[str, Any]:
     """All ranks train on the same; the optimizer's state at the end."""
     model = small_model()
     optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    rows = worker.client.table("users", dim=DIM, rule=ps.Adagrad(lr=0.1))
+    own = ps.Async()
+    rows = worker.client.table("users", dim=DIM, rule=ps.Adagrad(lr=0.1), consistency=own)
     for step in range(worker.clock, steps):
         keys = np.arange(step, ROWS)
         rows.push(keys, np.full((keys.size, DIM), 0.1 * (1 + worker.rank), np.float32))

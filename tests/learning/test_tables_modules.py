@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,8 +188,9 @@ def test_run_with_tables_equals_torch_on_the_joined_batch(dense: str) -> None:
 def train_tables_alone(worker: ps.Worker) -> tuple[float, float, int, int]:
     """Matrix factorisation: no layer but tables, in Async; with a loss scale that is too large."""
     rule, first = ps.SGD(lr=1.0), ps.Normal(std=0.5)
-    users = worker.client.table("users", dim=DIM, rule=rule, init=first)
-    tags = worker.client.table("tags", dim=DIM, rule=rule, init=first)
+    own = ps.Async()
+    users = worker.client.table("users", dim=DIM, rule=rule, init=first, consistency=own)
+    tags = worker.client.table("tags", dim=DIM, rule=rule, init=first, consistency=own)
     model = nn.ModuleList([Embedding(users), EmbeddingBag(tags)])
     optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), overlap=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -228,3 +231,46 @@ def test_run_of_tables_alone_learns() -> None:
     for name in ("users", "tags"):
         assert result.groups[name].policy == "Async"
         assert result.groups[name].steps == 150 * WORKERS
+
+
+def train_on_defaults(worker: ps.Worker, dies: bool) -> tuple[list[float], bytes]:
+    """Its losses, and the rows at the end."""
+    users = worker.client.table("users", dim=DIM, rule=ps.Adagrad(lr=0.1), push=ps.Int8())
+    model = nn.Sequential(Embedding(users), nn.Linear(DIM, 1))
+    optimizer = worker.optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    losses = []
+    for who, _, targets in worker.loader(dataset(), batch_size=BATCH, steps=STEPS):
+        if dies and (worker.rank, worker.clock, worker.incarnation) == (1, STEPS // 2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss = (model(who).squeeze(1) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    worker.barrier()
+    return losses, users.pull(np.arange(USERS), create=False).tobytes()
+
+
+@pytest.mark.slow
+def test_run_with_a_table_repeats_bit_by_bit_without_a_policy_being_named() -> None:
+    """So does one in which a worker dies and is started again."""
+    runs = [
+        ps.run(
+            train_on_defaults,
+            args=(dies,),
+            workers=WORKERS,
+            servers=2,
+            seed=SEED,
+            threads_per_worker=1,
+            timeout_s=100,
+            on_worker_death=ps.Restart(),
+        )
+        for dies in (False, False, True)
+    ]
+    assert [len(each.restarts) for each in runs] == [0, 0, 1]
+    assert runs[0].groups["users"].policy == "Sync"
+    first, second, broken = (each.returns for each in runs)
+    assert first == second
+    assert [broken[rank][1] for rank in range(WORKERS)] == [first[0][1], first[1][1]]
+    assert broken[0][0] == first[0][0]
+    assert broken[1][0] == first[1][0][STEPS // 2 :]

@@ -326,8 +326,9 @@ class Client:
             max_bytes: of the table on one server; 0: what there is. Past it the least recently used
                 row goes, if `evict` has an `LRU`; else a push of new keys is refused (`TableFull`).
             seed: of the initial values and of the rounding.
-            consistency: the table's own policy; None: `ps.Async()`. Not `ps.DelayCompensated`,
-                `ps.LocalSteps` or `ps.ElasticAverage`.
+            consistency: the table's own policy; None: the run's or cluster's, or `ps.Async()` where
+                that one is not for tables. Not `ps.DelayCompensated`, `ps.LocalSteps` or
+                `ps.ElasticAverage`.
             labels: keep the strings of keys that are given as strings, for `Table.labels`: how many
                 at most, then the least recently sent go; True: as many as the `LRU` has rows, or 10
                 million. They are a table of their own, `<name> (labels)`, of 192 bytes a string

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -444,6 +445,12 @@ class Directory:
         block, attempt = self._place(call)
         if attempt:
             self._define(block, attempt, limit, fill=fill)
+            if policy is None and block.spec.consistency is not None:
+                told = (
+                    f"paramserve: table {name!r} steps under ps.Async(): the run's policy is not "
+                    "for tables. To choose another: client.table(..., consistency=)"
+                )
+                print(f"{told}\n", end="", file=sys.stderr, flush=True)
         return block
 
     def find_table(self, name: str) -> Block:

@@ -33,6 +33,7 @@ from paramserve.client.table import GivenRows, Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
 from paramserve.config import LABELS
+from paramserve.consistency.built_in import Async
 from paramserve.core.partition import Block
 from paramserve.core.table import routing, wide
 from paramserve.core.table.hashing import shard_of
@@ -113,7 +114,7 @@ class Keyed:
             dtype="float32",
             options=labels_options(block.table),
             seed=0,
-            consistency=None,
+            consistency=Async(),  # strings are there before the step that uses them has ended
             timeout_s=None,
         )
 

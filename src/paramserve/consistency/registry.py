@@ -68,12 +68,17 @@ def check_table_policy(name: str, policy: Policy, table: bool) -> None:
     Raises:
         ValueError: nothing was applied.
     """
-    if table and (policy.keeps_reads or isinstance(policy, OWN_STEPS)):
+    if table and is_dense_only(policy):
         raise ValueError(
             f"{type(policy).__name__} cannot be the policy of table {name!r}: it works with copies "
             "of whole parameters, and no worker has a copy of a table. Give a table ps.Async(), "
             "ps.Sync(), ps.BoundedStaleness() or ps.Buffered()"
         )
+
+
+def is_dense_only(policy: Policy) -> bool:
+    """Whether a policy needs copies of whole parameters, so that no table can have it."""
+    return policy.keeps_reads or isinstance(policy, OWN_STEPS)
 
 
 def is_built_in(policy: Policy) -> bool:
@@ -112,7 +117,11 @@ def spec(policy: Policy) -> ConsistencySpec:
     for each in fields(plain):
         _put(options, each.name, getattr(plain, each.name))
     return ConsistencySpec(
-        type(policy).__name__, options, policy.collects, policy.on_nonfinite == "skip"
+        type(policy).__name__,
+        options,
+        policy.collects,
+        policy.on_nonfinite == "skip",
+        is_dense_only(policy),
     )
 
 

@@ -57,12 +57,12 @@ class ClusterState:
     ) -> None:
         self._consistency = consistency
         self.membership = Membership(servers, workers)
-        self.directory = Directory(servers)
+        self.directory = Directory(servers, consistency)
         self.leases = LeaseBook()
         self.collectives = Collectives(self.membership, reduce_bytes_max)
         if record is not None:
             self.membership.go_on_from(record.membership)
-            self.directory = Directory.restored(record.blocks, servers)
+            self.directory = Directory.restored(record.blocks, servers, consistency)
             self.leases = LeaseBook.restored(record.leases)
             same = {each.rank for each in record.membership.members} == set(range(workers))
             if same or not record.collectives.agreed:

@@ -29,8 +29,7 @@ NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 DIM_MAX = 1 << 16
 """Values in a row of a table."""
 TABLE_POLICY = policy_spec(Async())
-"""Of a table that was defined without one: beside dense layers that step in Sync, no worker waits
-for the rows of others."""
+"""Of a table that was defined without one, where the cluster's is not for tables."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
 LINKED_MAX = 4 * PIECES_MAX
@@ -75,9 +74,14 @@ class BlockRecord(Struct, frozen=True):
 
 
 class Directory:
-    """All blocks of a cluster, in the order in which they were placed."""
+    """All blocks of a cluster, in the order in which they were placed.
 
-    def __init__(self, shards: int) -> None:
+    Args:
+        policy: the cluster's; None: it is not known, and no policies are compared with it.
+    """
+
+    def __init__(self, shards: int, policy: ConsistencySpec | None = None) -> None:
+        self._policy = policy
         self._entries: list[Entry] = []
         self._groups: dict[str, int] = {}
         self._policies: dict[str, ConsistencySpec | None] = {}
@@ -87,10 +91,12 @@ class Directory:
         """Bytes of values on each shard."""
 
     @classmethod
-    def restored(cls, records: Sequence[BlockRecord], shards: int) -> Directory:
+    def restored(
+        cls, records: Sequence[BlockRecord], shards: int, policy: ConsistencySpec | None = None
+    ) -> Directory:
         """A directory of saved blocks, which are cut anew where they were on another number of
         shards. What was not defined then is open."""
-        made = cls(shards)
+        made = cls(shards, policy)
         for each in records:
             spec, stage = each.spec, Stage(each.stage)
             if spec.table is None and len(spec.cuts) != shards + 1:
@@ -189,7 +195,7 @@ class Directory:
         if call.consistency is None or call.group not in self._policies:
             return
         theirs = self._policies[call.group]
-        if theirs != call.consistency:
+        if call.consistency != (self._policy if theirs is None else theirs):
             found = differences.of_policies(theirs, call.consistency)
             raise DefineMismatch(
                 f"group {call.group!r} is defined with {found.known}, now {found.came} came",
@@ -277,8 +283,8 @@ class Directory:
             cuts = self._cuts(call, call.whole_tensors)
         group = self._groups.setdefault(call.group, len(self._groups))
         policy = call.consistency
-        if policy is None and call.table is not None:
-            policy = TABLE_POLICY
+        if policy is None and call.table is not None and self._policy is not None:
+            policy = TABLE_POLICY if self._policy.dense_only else None
         policy = self._policies.setdefault(call.group, policy)
         spec = BlockSpec(
             len(self._entries),

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import OWN_STEPS
+from paramserve.consistency.built_in import OWN_STEPS, Async
 from paramserve.consistency.registry import build as build_policy
-from paramserve.consistency.registry import spec
+from paramserve.consistency.registry import is_dense_only, spec
 from paramserve.core import differences
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord
@@ -186,7 +186,6 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
     Raises:
         CheckpointError: workers would have to step otherwise. It is not to be used.
     """
-    policy = spec(shard.policy)
     for machine in shard.groups.values():
         state, changes = machine.state, machine.state.changes
         if any(each.spec.consistency is not None for each in state.blocks.values()):
@@ -197,9 +196,12 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
             changes.taken.insert(0, first)
         if state.id not in frontiers:
             continue  # it was changed while the run went on, and stays so
-        _check_changeable(state.name, changes.newest.policy, shard.policy)
+        dense_only = state.table is not None and is_dense_only(shard.policy)
+        now: Policy = Async() if dense_only else shard.policy
+        policy = spec(now)
+        _check_changeable(state.name, changes.newest.policy, now)
         news = GroupPolicy(state.id, changes.number + 1, frontiers[state.id], policy)
-        changes.take(news, shard.policy)
+        changes.take(news, now)
         state.settle()
         if machine.lead is not None:
             machine.policies.changing = Changing(news.number, policy, shard.shards, decided=news)

@@ -3,8 +3,8 @@
 `worker.optimizer` finds the modules on tables (`Embedding`, `EmbeddingBag`) that are in the model.
 Each `optimizer.step()` sends what their backward has collected, after unscaling and clipping: all
 tables and dense layers in one message to each server. Each table has its own rule, policy and
-clock, and each step ends one of its clocks, also without a gradient for it. Under `Async`, the
-default, a table takes each worker's gradients in full; `Sync(reduce="mean")` takes their mean.
+clock, and each step ends one of its clocks, also without a gradient for it. Under `Async` a table
+takes each worker's gradients in full; `Sync(reduce="mean")` takes their mean.
 
 - The options of the torch optimizer, and its learning rate schedulers, do not reach a table: its
   rule has the hyper-parameters that it was defined with.

@@ -6,11 +6,22 @@ import pytest
 from msgspec import structs
 
 from paramserve.config import ConsistencySpec, RuleSpec
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import (
+    Async,
+    BoundedStaleness,
+    Buffered,
+    DelayCompensated,
+    ElasticAverage,
+    LocalSteps,
+    Sync,
+)
+from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import directory as module
 from paramserve.core.directory import Directory
 from paramserve.core.partition import SPLIT_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
-from paramserve.messages import Link, Piece, PlaceBlock
+from paramserve.messages import Link, Piece, PlaceBlock, TableSpec
 
 SGD = RuleSpec("SGD", {"lr": 0.1})
 
@@ -318,3 +329,38 @@ def test_links_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_safetensors_keeps_is_refused(taken: dict[str, Any]) -> None:
     with pytest.raises(ParamServeError, match="no tensor can be called '__metadata__'"):
         Directory(1).place(place((3,), **taken), client=1)
+
+
+def table_of(policy: ConsistencySpec, own: ConsistencySpec | None = None) -> Any:
+    """The policy that a table is defined with in a cluster of a policy."""
+    directory, spec = Directory(1, policy), TableSpec(3, "float32", 0, {})
+    call = place(group="users", dtype="float32", table=spec, consistency=own)
+    call = structs.replace(call, pieces=(Piece("users", (3,)),))
+    placed = directory.place(call, client=1)
+    assert placed is not None
+    directory.defined(0, 1)
+    again = directory.place(structs.replace(call, consistency=own or policy), client=2)
+    assert again is not None
+    return placed[0].consistency
+
+
+@pytest.mark.parametrize("policy", [Sync(), Async(), BoundedStaleness(2), Buffered(3)])
+def test_table_without_a_policy_goes_by_the_clusters(policy: Policy) -> None:
+    """None stands for it, as for dense blocks; to name it as well is no other policy."""
+    assert table_of(policy_spec(policy)) is None
+
+
+@pytest.mark.parametrize("policy", [DelayCompensated(), LocalSteps(2), ElasticAverage(rho=0.5)])
+def test_table_without_a_policy_is_async_where_the_clusters_is_not_for_tables(
+    policy: Policy,
+) -> None:
+    directory, spec = Directory(1, policy_spec(policy)), TableSpec(3, "float32", 0, {})
+    call = place(group="users", dtype="float32", table=spec)
+    placed = directory.place(structs.replace(call, pieces=(Piece("users", (3,)),)), client=1)
+    assert placed is not None
+    assert placed[0].consistency == policy_spec(Async())
+
+
+def test_table_with_a_policy_of_its_own_keeps_it() -> None:
+    own = policy_spec(Async())
+    assert table_of(policy_spec(Sync()), own) == own
