@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import warnings
 
 import numpy as np
 import pytest
@@ -56,6 +59,33 @@ def test_pulled_rows_outlive_the_client_and_the_cluster(make_cluster: MakeCluste
         rows += 1.0
         assert (rows == 2.0).all()
         assert (ahead == 1.0).all()
+
+
+def test_pulled_rows_are_the_callers_own_on_both_sides_of_a_fork(cluster: RoleCluster) -> None:
+    table = users(cluster.client())
+    table.push(np.arange(1000), np.arange(4000.0).reshape(1000, 4)).result()
+    rows, kept = table.pull(np.arange(1000)), table.pull(np.arange(100))
+    first, second = rows.copy(), kept.copy()
+    wakes, waker = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
+        child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            os.read(wakes, 1)
+            kept *= 1000.0
+            status = int(not (np.array_equal(rows, first) and kept[9, 3] == second[9, 3] * 1000.0))
+        os._exit(status)
+    del rows
+    others = [table.pull(np.arange(1000) + n * 1000) for n in range(1, 4)]  # in its place
+    os.write(waker, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert np.array_equal(kept, second)
+    assert all((each == 1.0).all() for each in others)
+    assert np.array_equal(table.pull(np.arange(1000)), first)
+    os.close(wakes)
+    os.close(waker)
 
 
 def test_slot_goes_back_with_the_last_view_of_its_rows(cluster: RoleCluster) -> None:

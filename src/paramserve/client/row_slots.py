@@ -23,6 +23,7 @@ from paramserve.core.table.parts import lying, padded
 from paramserve.messages import Contains, Delete, Gradient, Keys, ReadTarget, ShardRequest
 from paramserve.rules.base import Hyper
 from paramserve.rules.layout import WIDE
+from paramserve.transport import forks
 
 Array = npt.NDArray[Any]
 
@@ -80,8 +81,10 @@ class Lent(np.ndarray[Any, Any]):
 
     def __del__(self) -> None:
         if "returned" in self.__dict__:  # else it was not made to its end, or is a view of one
-            returned = self.returned
-            returned += [self.slot]
+            returned, slot = self.returned, self.slot
+            if slot in forks.lent:
+                del forks.lent[slot]
+            returned += [slot]
 
 
 def class_bytes(nbytes: int) -> int:
@@ -183,4 +186,5 @@ def owned(links: Links, pull: RowPull) -> Array:
     slot = pull.slot
     lent = Lent(pull.shape, np.float32, slot.memory, pull.start)
     lent.slot, lent.returned = slot, links.returned
+    forks.lent[slot] = None
     return lent.view(np.ndarray)

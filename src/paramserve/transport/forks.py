@@ -1,15 +1,21 @@
-"""What a fork leaves in the child: connections that belong to the parent are closed there.
+"""What a fork leaves in the child: connections that belong to the parent are closed there, and
+memory that a caller was given is the child's own.
 
 Both processes would read from and write to the same stream. `os.fork` runs the hook in the child
 before any other code; it closes the descriptors without a word to the peer, so that the parent's
-connection goes on.
+connection goes on. Arrays that a caller may keep lie in memory that is mapped shared: the parent
+copies them before the fork, and the child maps the copies in their place.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from paramserve.errors import ClientClosed
 
@@ -19,6 +25,18 @@ class Inherited(Protocol):
         """Close descriptors without a message, a lock or a wait; every later use raises."""
 
 
+class Lendable(Protocol):
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """Where it lies."""
+
+
+lent: dict[Lendable, None] = {}
+"""What callers were given to keep. Entered and deleted as items, which costs a pull no call."""
+_MAP_FIXED = 0x10
+"""As Linux and macOS number it; `mmap` does not name it."""
+_copies: list[tuple[int, bytes]] = []
+"""Pages that hold what is lent, by address, while this process forks."""
 _open: weakref.WeakSet[Inherited] = weakref.WeakSet()
 _hooked = False
 
@@ -28,14 +46,52 @@ def watch(connection: Inherited) -> None:
     global _hooked
     if not _hooked:
         _hooked = True
-        os.register_at_fork(after_in_child=_abandon_all)
+        os.register_at_fork(
+            before=_copy_lent, after_in_parent=_copies.clear, after_in_child=_after_in_child
+        )
     _open.add(connection)
 
 
-def _abandon_all() -> None:
+def _after_in_child() -> None:
     for connection in list(_open):
         connection.abandon()
     _open.clear()
+    if _copies:
+        _own_lent()
+
+
+def _copy_lent() -> None:
+    _copies.clear()
+    if not lent:
+        return
+    import ctypes  # in the parent: a child of several threads may wait for an import for ever
+
+    ends: dict[int, int] = {}
+    for each in list(lent):
+        start, size = each.bytes.ctypes.data, each.bytes.nbytes
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(start + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        ends[first] = max(end, ends.get(first, 0))
+    done = 0
+    for first in sorted(ends):
+        begin = max(first, done)
+        if begin < ends[first]:
+            _copies.append((begin, ctypes.string_at(begin, ends[first] - begin)))
+            done = ends[first]
+
+
+def _own_lent() -> None:
+    import ctypes
+
+    place: Any = ctypes.CDLL(None, use_errno=True).mmap
+    place.restype = ctypes.c_void_p
+    place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for begin, pages in _copies:
+        if place(begin, len(pages), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != begin:
+            raise OSError(ctypes.get_errno(), "rows of a table are shared with the parent")
+        ctypes.memmove(begin, pages, len(pages))
+    _copies.clear()
 
 
 def forked(address: str, pid: int) -> ClientClosed:
