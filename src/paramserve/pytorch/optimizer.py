@@ -124,6 +124,10 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
             for param, entry in self._copy.items()
         }
 
+    def shown_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The copy; empty: there is none."""
+        return self._copy
+
     def forget(self, state: object) -> None:
         """Give the copy up.
 
@@ -224,9 +228,10 @@ class ServedOptimizer(AdoptedOptimizer):
         Raises:
             RuntimeError: `state` was changed since the last step. The servers' is as it was.
         """
+        first = self._fetched.shown_state()  # as `step` has shown it for a checkpoint
         self._forget_state()
         try:
-            fetched = self._adopted.fetch_state(self.param_groups)
+            fetched = self._adopted.fetch_state(self.param_groups) or first
             self.state = fetched  # type: ignore[assignment]  # of the same form
             return super().state_dict()
         finally:

@@ -37,6 +37,8 @@ class Pushed:
 class FakeTable:
     """Refuses what a real one would; hands out arrays that are the caller's to spoil."""
 
+    wide = None
+
     def __init__(self, client: Any, name: str, dim: int, lr: float = LR) -> None:
         self.client, self.name, self.group, self.dim, self.lr = client, name, name, dim, lr
         self.wide: str | None = None
