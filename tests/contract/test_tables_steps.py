@@ -394,7 +394,7 @@ def test_sync_steps_of_two_tables_and_tensors_are_all_or_nothing(
     blocks = [client.define("w", np.zeros(4), rule=Add()) for client in clients]
     both = [
         (
-            client.table("films", dim=3, rule=Add(), init=Zeros()),
+            client.table("films", dim=3, rule=Add(), init=Zeros(), consistency=Async()),
             client.table("words", dim=2, rule=Add(), init=Zeros(), consistency=Sync(reduce="sum")),
         )
         for client in clients

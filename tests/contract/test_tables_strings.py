@@ -237,7 +237,7 @@ def test_first_use_that_stumbles_says_what_to_do(make_cluster: MakeCluster) -> N
     other.push(ps.keys_of(["anna"]), np.ones((1, DIM))).result()  # hashes need no label
     other.pull([7])
     with pytest.raises(
-        TypeError, match=r"To fix: .*\"item\": str}\).*no leading zeros.*integer array"
+        TypeError, match=r"To fix: .*integer array.*\"item\": str}\).*no leading zeros"
     ):
         named.keys_of([7])
     for keys in ({"anna"}, {"anna": 1}.keys()):
