@@ -20,8 +20,6 @@ from paramserve.pytorch.loader import load
 SIZE, BATCH, EPOCHS = 40, 4, 4
 OF_EPOCH = SIZE // (2 * BATCH)
 """Batches of one rank."""
-BAD = frozenset({2, 9, 17})
-"""Batches, counted over the whole run, whose loss is not finite."""
 Made = list[tuple[int, int]]
 """Of each step: its clock, and the first sample of its batch."""
 
