@@ -41,6 +41,7 @@ from paramserve.rules.layout import WIDE
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.rows import (
     RowDraft,
+    apply_rows,
     check_rows,
     draft_rows,
     for_kernels,
@@ -97,6 +98,8 @@ class KeyedBlock(ShardStorage):
         self.hyper = rule.hyper()
         self._wide = WIDE.get(spec.table.dtype)
         """What its numbers are, if they are of 64 bits."""
+        self._drafts = not is_built_in(rule)
+        """Whether updates are computed on copies."""
         built_in = is_built_in(rule) and self._wide is None
         self._ours = cast(RowRule, rule) if built_in else None
         """Its rule, if that is one with kernels, which needs no guard."""
@@ -258,14 +261,17 @@ class KeyedBlock(ShardStorage):
                 and failed. In both cases nothing was changed.
         """
         assert out is None, "rows are read by `read`"
-        if self._ours is None:
+        if self._drafts:
             self.prepare(gradient, active, hyper, push)()
             return
         rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
         self.unadmitted += dropped.size
-        if keys.size:
-            chosen = hyper if hyper is not None else self.hyper
+        chosen = hyper if hyper is not None else self.hyper
+        if keys.size and self._ours is not None:
             self._ours.apply_rows(self.store.view(rows, keys), for_kernels(values), chosen, push)
+        elif keys.size:
+            assert self.rule is not None, "a table has one"
+            apply_rows(self.rule, self.store.view(rows, keys), values, chosen, push)
 
     def _admitted(
         self, gradient: RowGradient, purpose: Purpose
@@ -299,14 +305,14 @@ class KeyedBlock(ShardStorage):
         assert self.rule is not None, "a table has one"
         rows, keys, values, _ = self._admitted(gradient, Purpose.DRAFT)
         computed: RowDraft | None = None
-        if self._ours is None and keys.size:
+        if self._drafts and keys.size:
             chosen = hyper if hyper is not None else self.hyper
             with guarded(self._about("failed"), self.rule):
                 view = self.store.drafts(rows, keys)
                 computed = draft_rows(self.rule, view, values, chosen, push)
 
         def keep(out: Array | None = None) -> None:
-            if self._ours is not None:
+            if not self._drafts:
                 self.apply(gradient, active, hyper, push, out)
                 return
             assert out is None, "rows are read by `read`"
