@@ -86,6 +86,7 @@ def part_of(rank: int, workers: int, seed: int) -> Any:
         workers=workers,
         seed=seed,
         leased=None,
+        batches_per_step=1,
         retiring=False,
         go_on_drawing=lambda: None,
         passes={},
