@@ -31,6 +31,7 @@ CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 COMPRESSION = ROOT / "docs" / "compression.md"
 METRICS = ROOT / "docs" / "metrics.md"
 CONVERT = ROOT / "docs" / "convert.md"
+RECIPES = ROOT / "docs" / "recipes.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -165,6 +166,8 @@ def programs(page: Path) -> list[str]:
     code = snippets(page)
     if page in (NOTEBOOKS, RECOMMENDERS):
         return ["\n".join(code)]
+    if page is RECIPES:
+        return [each for each in code if "Restart()" not in each]  # the others run twice below
     return [each for each in code if page is README or each.startswith("import")]
 
 
@@ -180,7 +183,7 @@ for path in sys.argv[1:]:
 @pytest.mark.parametrize(
     "page",
     [
-        *(README, GUIDE, TABLES, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, METRICS),
+        *(README, GUIDE, TABLES, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, METRICS, RECIPES),
         *(pytest.param(page, marks=pytest.mark.slow) for page in (CONVERT, COMPRESSION)),
     ],
     ids=lambda page: page.stem,
@@ -252,6 +255,19 @@ def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
     ]
     first, second = "{0: (0, 0.025), 1: (0, 0.025)}", "{0: (2, 0.0125), 1: (2, 0.0125)}"
     assert resumed == ["[rank 0] dies", first, second]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "word", ["get_worker_info", "offset", "AveragedModel(", "AveragedAdamW", "Images", "MaxNorm"]
+)
+def test_recipe_ends_as_without_a_death(word: str, tmp_path: Path) -> None:
+    """Streams, averages, augmentation and several optimizers come back exactly."""
+    (code,) = (each for each in snippets(RECIPES) if word in each and "Restart()" in each)
+    line = re.compile(r"^( +)(?=optimizer\.zero_grad|for each in optimizers:)", re.MULTILINE)
+    broken = line.sub(rf"\g<1>import os\n\g<1>{DIES.format(9)}\n\g<1>", code, count=1)
+    first, second = each_alone(tmp_path, [code, broken], "-W", "error")
+    assert second.splitlines()[1:] == ["[rank 0] dies", *first.splitlines()[1:]]
 
 
 @pytest.mark.slow
@@ -347,8 +363,11 @@ def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None
 
 KNOWN = {
     "AdamW",
+    "AveragedModel",
     "CosineAnnealingLR",
+    "DataLoader",
     "GradScaler",
+    "IterableDataset",
     "ObjectRef",
     "ReduceLROnPlateau",
     "SparseAdam",

@@ -147,7 +147,8 @@ def size_of(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and order of its own to share among the "
-            "workers: use a map-style dataset, or split the stream by worker.rank"
+            "workers: use a map-style dataset, or split the stream by worker.rank "
+            "(docs/recipes.md#streams)"
         )
     return len(dataset)
 
