@@ -13,7 +13,7 @@ from paramserve.checkpoint.folder import answer_probe
 from paramserve.checkpoint.manifest import shard_path
 from paramserve.checkpoint.storage import Storage
 from paramserve.checkpoint.writer import Writer
-from paramserve.config import CheckpointPlan, CoordinatorConfig, RuleSpec
+from paramserve.config import CheckpointPlan, ConsistencySpec, CoordinatorConfig
 from paramserve.core.coordination import (
     Called,
     Coordination,
@@ -64,7 +64,7 @@ class Puppets:
     ) -> None:
         self.storage = storage
         self.servers = servers
-        config = CoordinatorConfig(servers, workers, "", RuleSpec("Async"), checkpoints=plan)
+        config = CoordinatorConfig(servers, workers, "", ConsistencySpec("Async"), checkpoints=plan)
         record = read_cluster(storage, resume) if resume else None
         self.committer = Committer(storage, plan, servers, "nonce")
         self.one = Coordination(config, record)

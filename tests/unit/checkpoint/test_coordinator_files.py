@@ -14,7 +14,7 @@ from paramserve.checkpoint import claims, committing
 from paramserve.checkpoint.claims import owner_of
 from paramserve.checkpoint.manifest import CLUSTER_PATH
 from paramserve.checkpoint.storage import LocalFolder
-from paramserve.config import CheckpointPlan, CoordinatorConfig, RuleSpec
+from paramserve.config import CheckpointPlan, ConsistencySpec, CoordinatorConfig
 from paramserve.coordinator import CoordinatorRole, open_checkpoints
 from paramserve.core.checkpointing import FileEvent, FilesFailed, FileWork, ServersSeen
 from paramserve.core.coordination import Coordination, CoordinatorEvent, Decided, FilesWorked
@@ -27,7 +27,7 @@ from paramserve.virtual import VirtualClock
 
 def config(folder: Path, **options: Any) -> CoordinatorConfig:
     plan = CheckpointPlan(folder=str(folder), run="mine", **options)
-    return CoordinatorConfig(2, 2, "", RuleSpec("Async"), cluster=b"0123", checkpoints=plan)
+    return CoordinatorConfig(2, 2, "", ConsistencySpec("Async"), cluster=b"0123", checkpoints=plan)
 
 
 def test_folder_is_made_and_held_until_it_is_closed(
@@ -79,7 +79,7 @@ def test_folder_of_the_driver_is_taken_again_and_again(tmp_path: Path) -> None:
 
 
 def test_cluster_without_a_folder_opens_nothing() -> None:
-    assert open_checkpoints(CoordinatorConfig(1, 1, "", RuleSpec("Async"))) == (None, None)
+    assert open_checkpoints(CoordinatorConfig(1, 1, "", ConsistencySpec("Async"))) == (None, None)
 
 
 def test_checkpoint_to_go_on_from_is_read_before_the_folder_is_claimed(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ class Decides(Coordination):
     """Has the next steps want some work, and notes what comes of it."""
 
     def __init__(self, wanted: list[list[FileWork]]) -> None:
-        super().__init__(CoordinatorConfig(1, 1, "", RuleSpec("Async")))
+        super().__init__(CoordinatorConfig(1, 1, "", ConsistencySpec("Async")))
         self.wanted = wanted
         self.came: list[FileEvent] = []
         self.tells: list[CheckpointReport] = []

@@ -195,6 +195,8 @@ def test_run_that_has_no_room_fails_at_once_where_no_node_can_come(
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * nodes)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0}, raising=False)
     monkeypatch.setattr(engine, "reserve", reserving)
+    driver = classmethod(lambda cls, *_: cls(None, None))
+    monkeypatch.setattr(engine.RoomKeeper, "of_this_process", driver)
     ray.connected = True
     expected = CannotPlace if started_here and nodes == 1 else Reserving
     with pytest.raises(expected) as caught:
@@ -208,7 +210,7 @@ class Reserving(Exception):
     """Raised where room would be reserved."""
 
 
-def reserving(*_: object) -> None:
+def reserving(*_: object, **__: object) -> None:
     raise Reserving
 
 
