@@ -28,6 +28,7 @@ class Pace:
         speed: own steps a second; 0: not known yet.
         fastest: of the fastest worker that lives, as the coordinator knew it at the exchange before
             the last one; 0: not known.
+        told: this worker's own speed, as that answer knew it.
     """
 
     def __init__(self, client: Client, group: str, now: Callable[[], float] | None = None) -> None:
@@ -41,8 +42,10 @@ class Pace:
         """Own steps before those."""
         self._asked, self._asked_at = 0, 0.0
         """What was posted and is not answered; 0: nothing."""
+        self._asked_speed = 0.0
+        """The speed in it."""
         self.speed = 0.0
-        self.fastest = 0.0
+        self.fastest = self.told = 0.0
 
     def step(self) -> None:
         """An own step was made. When the first one began is not known: it does not count."""
@@ -76,7 +79,7 @@ class Pace:
         if reply is not None:
             self._asked = 0
         if isinstance(reply, Fastest):  # who counts as dead learns it from the servers
-            self.fastest = reply.steps_per_s
+            self.fastest, self.told = reply.steps_per_s, self._asked_speed
 
     def _tell(self) -> None:
         if self._asked and self._now() - self._asked_at < TELL_S:
@@ -84,3 +87,4 @@ class Pace:
         steps = self._unmeasured + self._made
         message = TellSpeed(0, self._group, self.speed, steps)
         self._asked, self._asked_at = self._connection.control.post(message), self._now()
+        self._asked_speed = self.speed
