@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
 from time import perf_counter
@@ -218,17 +218,18 @@ class Adopted(ABC, Generic[B]):
             self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
         )
         if settings.buffers != "local":
-            self._frozen.compare(worker.rank)
+            self._frozen.compare(worker.rank, self._changing.mine, again=self._begins)
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
+        takes = self._changing.mine if self._begins else self._changing.every
         self._untrained.start(
             define=worker.rank == 0,
-            take=worker.rank != 0 or self.late,
+            take=takes if worker.rank != 0 or self.late else (),
             links=() if plans else self._links(own, first=True),
         )
         if self.late:
-            self._not_trained = self._take_served()
+            self._not_trained = self._take_served(takes)
         self._changing.start(again=worker.incarnation > 1)
         if worker.rank == 0:
             self._tell_extra_state()
@@ -384,10 +385,12 @@ class Adopted(ABC, Generic[B]):
         if self._worker.rank == 0:
             self._tell_extra_state()
 
-    def _take_served(self) -> list[str]:
+    def _take_served(self, takes: Set[str]) -> list[str]:
         """Take, for what of the model this worker does not train, the values that its group has: it
         may have been unfrozen, added, or moved, before this worker came.
 
+        Args:
+            takes: names of what is taken if the group does not train it.
         Returns:
             The names of what the group trains.
         """
@@ -402,13 +405,14 @@ class Adopted(ABC, Generic[B]):
         for block in (*kept, *(each for each in blocks if each.group_name == name)):
             names = [piece.name for piece in block.pieces]
             ours = block.rule is not None
-            if mine.keys().isdisjoint(names):
+            wanted = mine.keys() if ours else mine.keys() & takes
+            if wanted.isdisjoint(names):
                 continue
             values = torch.from_numpy(self._client.dense.fetch(block, 0)[0])
             views = split(values, [piece.shape for piece in block.pieces])
             with torch.no_grad():
                 for each, view in zip(names, views, strict=True):
-                    if each in mine and mine[each].shape == view.shape:
+                    if each in wanted and mine[each].shape == view.shape:
                         mine[each].copy_(view)
             trained += [each for each in names if each in mine and ours]
         return trained

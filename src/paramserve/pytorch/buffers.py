@@ -93,6 +93,7 @@ class Untrained:
             (slot, tensor, False)
             for slot, tensor in names.first(names.parameters)
             if not (id(tensor) in trained or is_frozen(tensor) or self._elsewhere(tensor))
+            and not registry.is_replaced(slot)
         ]
         if buffers:
             lasting = persistent(names.model)
@@ -116,11 +117,11 @@ class Untrained:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def start(self, *, define: bool, take: bool, links: Sequence[Link] = ()) -> None:
-        """Define the values (rank 0) or wait for them; take them (the others, and rank 0 where it
-        goes on for an older incarnation).
+    def start(self, *, define: bool, take: Container[str], links: Sequence[Link] = ()) -> None:
+        """Define the values (rank 0) or wait for them, and take some.
 
         Args:
+            take: the names of those that are taken.
             links: told with the first define.
         """
         self._links = links
@@ -129,7 +130,7 @@ class Untrained:
             for sources, dtype in _by_dtype(chosen):
                 self._kept.append(self._begin(sources, dtype, often, define=define))
         if self._kept and take:
-            self._take()
+            self._take(take)
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep frozen parameters that turned out to change, as buffers are. Rank 0 calls it."""
@@ -184,7 +185,7 @@ class Untrained:
             )
         return _Kept(block, dtype, sources, often)
 
-    def _take(self) -> None:
+    def _take(self, names: Container[str]) -> None:
         blocks = [kept.block for kept in self._kept]
         ticket = self._client.dense.step(self._group, (), pull=blocks, tick=False)
         values = ticket.result().values
@@ -193,7 +194,8 @@ class Untrained:
                 shapes = [piece.shape for piece in kept.block.pieces]
                 views = split(torch.from_numpy(values[kept.block.id]), shapes)
                 for source, view in zip(kept.sources, views, strict=True):
-                    source.tensor().copy_(view)
+                    if source.name in names:
+                        source.tensor().copy_(view)
         ticket.release()
 
     def assign(self, *, everything: bool, changing: Container[str] = ()) -> None:

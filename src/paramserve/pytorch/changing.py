@@ -38,6 +38,8 @@ class Changing:
         group: the optimizer's name.
         rank: for messages.
     Attributes:
+        every: names of the model's parameters and buffers.
+        mine: names of what no optimizer before looks after. The others' present values are here.
         names: of parameters that have changed.
     """
 
@@ -52,8 +54,9 @@ class Changing:
         lasting = persistent(names.model)
         self._slots = names.parameters | names.buffers
         pairs = names.first(self._slots)
-        mine = {slot.name for slot in registry.watch(slot for slot, _ in pairs)}
-        chosen = [(slot, tensor) for slot, tensor in pairs if slot.name in mine]
+        self.every = self._slots.keys()
+        self.mine = {slot.name for slot in registry.watch(slot for slot, _ in pairs)}
+        chosen = [(slot, tensor) for slot, tensor in pairs if slot.name in self.mine]
         buffers = {slot.name for slot, _ in chosen} & names.buffers.keys()
         self._buffers = [
             slot
@@ -224,6 +227,7 @@ class Changing:
         replaced again."""
         own = slot.value()
         if isinstance(own, torch.nn.Parameter) and self._registry.owner(own) is not None:
+            self._registry.replace(slot)
             made = value.to(known.device, known.dtype)
             setattr(slot.owner, slot.attribute, torch.nn.Parameter(made, own.requires_grad))
         else:

@@ -8,6 +8,7 @@ into the result, unless they are too large for that.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,15 +55,22 @@ class Frozen:
     def __bool__(self) -> bool:
         return bool(self._params)
 
-    def compare(self, rank: int) -> None:
+    def compare(self, rank: int, names: Container[str], *, again: bool) -> None:
         """Tell their checksums, on rank 0, or compare them with rank 0's.
 
+        Args:
+            names: of those that no optimizer before has compared: it may have changed them since.
+            again: an older incarnation may have compared them; others may be frozen by now.
         Raises:
             ValueError: one has other values here. The optimizer was not adopted.
         """
-        if not self._params:
+        new = {id(param) for slot, param in self._params.items() if slot.name in names}
+        params = {slot: param for slot, param in self._params.items() if id(param) in new}
+        if not params:
             return
-        mine = np.array([_checksum(param) for param in self._params.values()], np.int64)
+        if again and any(each.group_name == self._group for each in self._client.blocks()):
+            return
+        mine = np.array([_checksum(param) for param in params.values()], np.int64)
         if rank == 0:
             self._client.define({self._group: mine}, rule=None, group=self._group)
             return
@@ -70,7 +78,7 @@ class Frozen:
             {self._group: mine.shape}, dtype=mine.dtype, rule=None, group=self._group
         )
         same = self._client.dense.fetch(block, 0)[0] == mine
-        other = [slot.name for slot, equal in zip(self._params, same, strict=True) if not equal]
+        other = [slot.name for slot, equal in zip(params, same, strict=True) if not equal]
         if other:
             raise ValueError(
                 f"the frozen parameter {other[0]!r} of rank {rank} has other values "

@@ -42,6 +42,7 @@ class Registry:
         self.optimizers: list[Adopted[Any]] = []
         self._owners: dict[int, Owner] = {}
         self._watched: set[tuple[int, str]] = set()
+        self._replaced: set[tuple[int, str]] = set()
 
     @staticmethod
     def of(worker: Worker) -> Registry:
@@ -58,6 +59,14 @@ class Registry:
     def owner(self, tensor: Tensor) -> Owner | None:
         """Whose value a tensor has; None: of no optimizer's group."""
         return self._owners.get(id(tensor))
+
+    def replace(self, slot: Slot) -> None:
+        """Note that an older incarnation had replaced a parameter that an optimizer steps."""
+        self._replaced.add((id(slot.owner), slot.attribute))
+
+    def is_replaced(self, slot: Slot) -> bool:
+        """Whether `replace` was told of a place: its value is that optimizer's to give."""
+        return (id(slot.owner), slot.attribute) in self._replaced
 
     def watch(self, slots: Iterable[Slot]) -> list[Slot]:
         """Those of these places that no optimizer before has looked after."""
