@@ -95,6 +95,11 @@ class Course:
         self.late = 0
         self._missed: dict[str, int] | None = None
         """By group: clocks that `late` knows of; None: no pass has begun."""
+        self._clocks: dict[str, int] = {}
+        """By group, when it was looked at last."""
+        self._moves = 0
+        self._stepping = ""
+        """The group that was seen to step last."""
 
     # --- steps of older incarnations --------------------------------------------------------------
 
@@ -174,12 +179,6 @@ class Course:
 
     # --- passes -----------------------------------------------------------------------------------
 
-    @property
-    def group(self) -> str:
-        """The group whose clock the steps of a pass count on."""
-        worker = self._worker
-        return next((each for each in worker.groups if each not in worker.ended), worker.groups[0])
-
     def begin(
         self, epochs: Epochs, length: int, per_step: int, *, resume: bool, trains: bool
     ) -> Pass:
@@ -193,7 +192,6 @@ class Course:
             resume: whether it counts for restarts.
             trains: whether it may be stepped with, as gradients are on.
         """
-        self._count_missed()
         found = Pass(self, epochs, length, per_step, trains=resume and trains)
         if resume:
             runs = self._runs(epochs)
@@ -313,24 +311,36 @@ class Course:
     # --- clocks that went on without this worker --------------------------------------------------
 
     def _count_missed(self) -> None:
+        """Count the clocks missed since the last look, on the group that steps: others that step
+        with it miss the same ones."""
         missed = self._worker.client.steps.missed_by
         if self._missed is None:
             self._missed = dict(missed)
-        if missed:
-            group = self.group
-            now = missed.get(group, 0)
-            self.late += now - self._missed.get(group, 0)
-            self._missed[group] = now
+        elif missed:
+            group = self._stepping
+            if group not in self._clocks or group in self._worker.ended:
+                group = next((g for g in self._clocks if g not in self._worker.ended), group)
+            self.late += missed.get(group, 0) - self._missed.get(group, 0)
+            self._missed = dict(missed)
 
     def forget_missed(self) -> None:
         """What was missed until now is no batches of a loader: of leased ones each comes once."""
         self._missed = dict(self._worker.client.steps.missed_by)
 
-    def look(self) -> tuple[str, int]:
-        """Which group steps, and its clock; clocks that were missed are counted."""
+    def look(self) -> int:
+        """How often a group was seen to step so far; clocks that were missed are counted.
+
+        Several optimizers may step in turn, as in the phases of a training, or with each batch.
+        """
+        before, clocks = self._clocks, self._worker.client.steps.clocks
+        self._clocks = {group: clocks.get(group, 0) for group in self._worker.groups}
+        moved = [each for each, clock in self._clocks.items() if clock != before.get(each, clock)]
+        if moved:
+            self._moves += 1
+            if self._stepping not in moved:
+                self._stepping = moved[0]
         self._count_missed()
-        group = self.group
-        return group, self._worker.client.steps.clocks.get(group, 0)
+        return self._moves
 
 
 class Pass:

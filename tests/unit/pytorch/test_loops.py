@@ -377,3 +377,24 @@ def test_resume_with_the_same_arguments_goes_on(form: str) -> None:
     for sample in FORMS[form](worker, data(SIZE), batch_size=BATCH):
         worker.step(sample)
     assert part.made == whole
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["", "the first one is taken over"])
+def test_clocks_that_two_optimizers_missed_are_left_out_once(ends: bool) -> None:
+    """Both step with each batch, and miss the same clocks."""
+    worker = Servers().worker()
+    worker.groups, steps = ("first", "second"), worker.client.steps
+    course = Course(worker)
+    for clock in range(3):
+        course.look()
+        steps.clocks = dict.fromkeys(worker.groups, clock)
+    steps.missed_by = {"first": 5, "second": 5}
+    course.look()
+    assert course.late == 5
+    if ends:
+        worker.ended.add("first")
+    steps.clocks["second"] += 1
+    course.look()
+    steps.missed_by["second"] += 1
+    course.look()
+    assert course.late == 6, "one more, of the one that steps"
