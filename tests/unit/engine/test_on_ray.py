@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from paramserve.engine.base import Role
 from paramserve.engine.on_ray import Needs, OnRay, engine, naming, process
 from paramserve.engine.on_ray.control import import_ray
+from paramserve.engine.on_ray.keeper import Keeper
 from paramserve.errors import CannotPlace, ParamServeError
 
 
@@ -228,3 +230,43 @@ def test_ray_that_is_imported_here_first_shows_the_lines_of_all_workers(
     monkeypatch.delitem(sys.modules, "ray")
     import_ray()
     assert os.environ["RAY_DEDUP_LOGS"] == "0"
+
+
+def test_keeper_gives_all_groups_back_and_ends_where_one_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (SimpleNamespace(id=SimpleNamespace(hex=lambda n=n: n)) for n in ("a1", "b2"))
+    removed = list[Any]()
+
+    def remove(group: Any) -> None:
+        removed.append(group)
+        if group is first:
+            raise RuntimeError("no such group")
+
+    class Exited(Exception):
+        """Ray raises one of its own out of `exit_actor`."""
+
+    ray = ModuleType("ray")
+    monkeypatch.setattr(
+        ray, "actor", SimpleNamespace(exit_actor=MagicMock(side_effect=Exited)), raising=False
+    )
+    groups = ModuleType("ray.util.placement_group")
+    monkeypatch.setattr(groups, "remove_placement_group", remove, raising=False)
+    for name, made in (
+        ("ray", ray),
+        ("ray.util", ModuleType("ray.util")),
+        (groups.__name__, groups),
+    ):
+        monkeypatch.setitem(sys.modules, name, made)
+
+    async def end() -> None:
+        keeper = Keeper()
+        for group in (first, second):
+            await keeper.keep(group)
+        with pytest.raises(Exited):
+            await keeper._end()
+        await asyncio.wait_for(keeper.live(), 1.0)
+
+    asyncio.run(end())
+    assert removed == [first, second]
+    assert "cannot remove placement group a1" in caplog.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -18,6 +19,8 @@ from paramserve.engine.on_ray.process import await_actor, remote
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+logger = logging.getLogger("paramserve")
 
 FOLLOW_S = 60.0
 """A creator that has ended before it could be followed sends nothing: the actor ends after this."""
@@ -63,11 +66,16 @@ class Keeper:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for group in self._groups:
-            await asyncio.to_thread(remove_placement_group, group)
-        self._over.set()
-        await asyncio.sleep(0)  # `live` returns: Ray waits for the calls under way
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # of Ray
+        try:
+            for group in self._groups:
+                try:
+                    await asyncio.to_thread(remove_placement_group, group)
+                except Exception:  # the others' room is given back all the same
+                    logger.exception("cannot remove placement group %s", group.id.hex())
+        finally:
+            self._over.set()
+            await asyncio.sleep(0)  # `live` returns: Ray waits for the calls under way
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # of Ray
 
 
 class RoomKeeper:
