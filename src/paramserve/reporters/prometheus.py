@@ -53,6 +53,15 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Silent)
         self.set_app(app)
 
+    def get_request(self) -> Any:
+        """Accept a connection. Where that fails, as without a free descriptor, it still waits:
+        `serve_forever` would come back at once, for as long as that lasts."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(POLL_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             crowded = [*self._opened][: len(self._opened) + 1 - CONNECTIONS_MAX]

@@ -221,6 +221,21 @@ def test_idle_and_slow_connections_keep_no_scrape_out(monkeypatch: pytest.Monkey
         reporter.close()
 
 
+def test_server_that_cannot_accept_waits_between_its_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited = list[float]()
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=waited.append))
+    server = module.MetricsServer("127.0.0.1", 0, None)
+    try:
+        server.socket.close()  # accept raises, as without a free descriptor
+        for _ in range(2):
+            server._handle_request_noblock()  # type: ignore[attr-defined]  # the loop calls it
+    finally:
+        server.server_close()
+    assert waited == [module.POLL_S] * 2
+
+
 def test_a_scrape_of_64_workers_takes_less_than_the_promise() -> None:
     ranks = {rank: Staleness(100, 1.5, 4) for rank in range(64)}
     group = GroupStatus(9, 3, 9, 0, Staleness(6400, 1.5, 4), staleness_by_rank=ranks)
