@@ -182,7 +182,14 @@ class ConsistencySpec(Struct, frozen=True):
     skips: bool = False
     """Whether a gradient with NaN or Inf is skipped, not refused."""
     dense_only: bool = False
-    """Whether no table can have it."""
+    """Whether no table can have it. It follows from the name, and checkpoints of older versions do
+    not have it: it makes no two policies differ."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ConsistencySpec):
+            return NotImplemented
+        mine = self.name, self.options, self.collects, self.skips
+        return mine == (other.name, other.options, other.collects, other.skips)
 
 
 class Resumed(Struct, frozen=True):

@@ -350,6 +350,18 @@ def test_table_without_a_policy_goes_by_the_clusters(policy: Policy) -> None:
     assert table_of(policy_spec(policy)) is None
 
 
+def test_policy_of_an_older_checkpoint_is_the_one_that_reads_the_same() -> None:
+    """Older ones do not say whether a policy is for parameters only."""
+    saved = structs.replace(policy_spec(LocalSteps(2)), dense_only=False)
+    assert saved == policy_spec(LocalSteps(2))
+    assert saved != policy_spec(LocalSteps(3))
+    directory = Directory(1, saved)
+    directory.place(place((3,), consistency=saved), client=1)
+    directory.defined(0, 1)
+    again = directory.place(place((3,), consistency=policy_spec(LocalSteps(2))), client=2)
+    assert again is not None
+
+
 @pytest.mark.parametrize("policy", [DelayCompensated(), LocalSteps(2), ElasticAverage(rho=0.5)])
 def test_table_without_a_policy_is_async_where_the_clusters_is_not_for_tables(
     policy: Policy,
