@@ -19,6 +19,8 @@ GRACE_S = 3.0
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell without job control; what tests start and interrupt inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
