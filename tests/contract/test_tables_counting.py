@@ -54,6 +54,27 @@ def test_counts_of_ranks_are_summed_in_one_clock(make_cluster: MakeCluster) -> N
     assert tables[0].pull([7, 8]).tolist() == [[2**54 + 3, 3], [-2, -2]]
 
 
+@pytest.mark.parametrize("policy", [ps.Sync(reduce="sum"), ps.BoundedStaleness(1), ps.Sync()])
+def test_table_that_counts_follows_the_cluster_or_tells_why_not(
+    make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], policy: ps.Policy
+) -> None:
+    """Under a mean each gradient counts whole when it arrives."""
+    client = make_cluster("unix", servers=2, workers=1, policy=policy).client(rank=0)
+    table = counts(client)
+    told = capsys.readouterr().err
+    refused = policy == ps.Sync()
+    assert ("table 'counts' steps under ps.Async()" in told) is refused
+    assert ("is not for tables of int64" in told) is refused
+    assert told.count("\n") == refused
+    ticket = table.push([7], np.array([[2**53, 1]]))
+    if isinstance(policy, ps.Sync):
+        here = table.pull([7]).tolist()
+        assert here == [[2**53, 1] if refused else [0, 0]], "Sync waits for the clock's end"
+    client.tick("counts").result()
+    ticket.result()
+    assert table.pull([7]).tolist() == [[2**53, 1]]
+
+
 def test_mean_of_ranks_counts_in_float64_and_is_refused_in_int64(
     make_cluster: MakeCluster,
 ) -> None:
@@ -102,7 +123,7 @@ def test_counts_go_to_parquet_and_back(
             other.from_arrow(floats)
 
 
-def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+def test_counts_come_back_from_a_checkpoint_also_under_a_mean(tmp_path: Path) -> None:
     def train(worker: ps.Worker, times: int) -> list[Any]:
         table = counts(worker.client)
         for _ in range(times):
@@ -110,11 +131,14 @@ def test_counts_come_back_from_a_checkpoint(tmp_path: Path) -> None:
             worker.client.tick("counts").result()
         return table.pull([1, 2, 3]).tolist()
 
-    folder = tmp_path / "run"
-    first = ps.run(train, args=(3,), servers=2, checkpoint=folder, show="none")
-    assert first.returns[0] == [[3 * 2**53, 3], [3, -3], [0, 0]]
-    again = ps.run(train, args=(1,), servers=1, checkpoint=folder, resume=True, show="none")
-    assert again.returns[0] == [[4 * 2**53, 4], [4, -4], [0, 0]]
+    options: dict[str, Any] = {"workers": 2, "checkpoint": tmp_path / "run", "show": "none"}
+    sums = ps.Sync(reduce="sum")
+    first = ps.run(train, args=(3,), servers=2, consistency=sums, **options)
+    assert first.returns[0] == first.returns[1] == [[6 * 2**53, 6], [6, -6], [0, 0]]
+    again = ps.run(train, args=(1,), servers=1, resume=True, **options)
+    assert max(again.returns.values()) == [[8 * 2**53, 8], [8, -8], [0, 0]], (
+        "as the last rank reads"
+    )
 
 
 @pytest.mark.parametrize(

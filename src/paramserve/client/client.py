@@ -319,8 +319,8 @@ class Client:
                 rounded stochastically. Gradients, pulled rows and the rule's state are float32.
                 To count exactly: int64 or float64, with `rule=ps.Add()` and `init=ps.Zeros()`;
                 then what is pushed and pulled is of this dtype, and no codec encodes it. float32
-                counts up to 2**24. Unless told otherwise a table of int64 takes `ps.Async()`;
-                `ps.Sync(reduce="sum")` counts, too.
+                counts up to 2**24. A table of int64 follows a policy that sums whole gradients
+                (`ps.Async()`, `ps.Sync(reduce="sum")`), and is `ps.Async()` under a mean.
             admit: `ps.MinCount(n)`: a key gets a row at its n-th push; None: at its first use.
             evict: `ps.TTL(clocks=...)`, `ps.LRU(rows=...)` or both, joined by `|`; None: rows stay.
             max_bytes: of the table on one server; 0: what there is. Past it the least recently used

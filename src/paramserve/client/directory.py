@@ -23,7 +23,6 @@ from paramserve.codecs.registry import spec as codec_spec
 from paramserve.compiling import load_codecs, load_kernels
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async
 from paramserve.consistency.registry import check_table_policy
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.directory import DIM_MAX
@@ -420,7 +419,7 @@ class Directory:
                 "pull out"
             )
         if dtype == "int64":
-            consistency = _counting(name, consistency)
+            _check_counting(name, consistency)
         policy = self.policy_spec(consistency)
         if consistency is not None:
             check_table_policy(name, consistency, True)
@@ -446,9 +445,10 @@ class Directory:
         if attempt:
             self._define(block, attempt, limit, fill=fill)
             if policy is None and block.spec.consistency is not None:
+                which = " of int64" if dtype == "int64" else ""
                 told = (
                     f"paramserve: table {name!r} steps under ps.Async(): the run's policy is not "
-                    "for tables. To choose another: client.table(..., consistency=)"
+                    f"for tables{which}. To choose another: client.table(..., consistency=)"
                 )
                 print(f"{told}\n", end="", file=sys.stderr, flush=True)
         return block
@@ -517,8 +517,8 @@ def _described(
     return described
 
 
-def _counting(name: str, policy: Policy | None) -> Policy:
-    """The policy of a table of int64, which has no mean of its workers' counts.
+def _check_counting(name: str, policy: Policy | None) -> None:
+    """Refuse the mean of the workers' counts as the policy of a table of int64.
 
     Raises:
         ValueError: it would take one. Nothing was applied.
@@ -529,7 +529,6 @@ def _counting(name: str, policy: Policy | None) -> Policy:
             'push, which is no whole number: give the table ps.Sync(reduce="sum"), ps.Async() or '
             'dtype="float64"'
         )
-    return policy if policy is not None else Async()
 
 
 def _seed(seed: int) -> int:

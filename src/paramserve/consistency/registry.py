@@ -21,7 +21,7 @@ from paramserve.codecs.registry import spec as codec_spec
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency import built_in
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import DAMPINGS, OWN_STEPS, Adaptive
+from paramserve.consistency.built_in import DAMPINGS, OWN_STEPS, Adaptive, Buffered
 from paramserve.errors import UnknownCodec, UnknownRule, warn_user
 from paramserve.rules.base import Rule
 from paramserve.rules.registry import BUILT_IN as BUILT_IN_RULES
@@ -79,6 +79,19 @@ def check_table_policy(name: str, policy: Policy, table: bool) -> None:
 def is_dense_only(policy: Policy) -> bool:
     """Whether a policy needs copies of whole parameters, so that no table can have it."""
     return policy.keeps_reads or isinstance(policy, OWN_STEPS)
+
+
+def is_for_tables(policy: ConsistencySpec, dtype: str) -> bool:
+    """Whether a table without a policy of its own can step under the cluster's.
+
+    Args:
+        dtype: of the table. Parts of what workers push are no whole numbers: int64 takes no mean
+            of them, and no damping.
+    """
+    given = policy.options
+    parts = policy.name == Buffered.__name__ or given.get("reduce") == "mean"
+    parts = parts or given.get("damping") is not None
+    return not policy.dense_only and not (dtype == "int64" and parts)
 
 
 def is_built_in(policy: Policy) -> bool:

@@ -16,6 +16,7 @@ from paramserve.codecs.base import Codec
 from paramserve.codecs.rows import why_not_rows
 from paramserve.config import CodecSpec, ConsistencySpec, RuleSpec
 from paramserve.consistency.built_in import Async
+from paramserve.consistency.registry import is_for_tables
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
@@ -284,7 +285,8 @@ class Directory:
         group = self._groups.setdefault(call.group, len(self._groups))
         policy = call.consistency
         if policy is None and call.table is not None and self._policy is not None:
-            policy = TABLE_POLICY if self._policy.dense_only else None
+            follows = is_for_tables(self._policy, call.table.dtype)
+            policy = None if follows else TABLE_POLICY
         policy = self._policies.setdefault(call.group, policy)
         spec = BlockSpec(
             len(self._entries),

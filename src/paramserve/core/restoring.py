@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import OWN_STEPS, Async
 from paramserve.consistency.registry import build as build_policy
-from paramserve.consistency.registry import is_dense_only, spec
+from paramserve.consistency.registry import is_for_tables, spec
 from paramserve.core import differences
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord
@@ -196,8 +196,10 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
             changes.taken.insert(0, first)
         if state.id not in frontiers:
             continue  # it was changed while the run went on, and stays so
-        dense_only = state.table is not None and is_dense_only(shard.policy)
-        now: Policy = Async() if dense_only else shard.policy
+        now: Policy = shard.policy
+        table = state.table.spec.table if state.table is not None else None
+        if table is not None and not is_for_tables(spec(now), table.dtype):
+            now = Async()
         policy = spec(now)
         _check_changeable(state.name, changes.newest.policy, now)
         news = GroupPolicy(state.id, changes.number + 1, frontiers[state.id], policy)

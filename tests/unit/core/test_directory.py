@@ -13,6 +13,7 @@ from paramserve.consistency.built_in import (
     Buffered,
     DelayCompensated,
     ElasticAverage,
+    Inverse,
     LocalSteps,
     Sync,
 )
@@ -371,6 +372,28 @@ def test_table_without_a_policy_is_async_where_the_clusters_is_not_for_tables(
     placed = directory.place(structs.replace(call, pieces=(Piece("users", (3,)),)), client=1)
     assert placed is not None
     assert placed[0].consistency == policy_spec(Async())
+
+
+@pytest.mark.parametrize(
+    ("policy", "follows"),
+    [
+        (Sync(reduce="sum"), True),
+        (Async(), True),
+        (BoundedStaleness(2), True),
+        (Sync(), False),
+        (Async(damping=Inverse(0.1)), False),
+        (Buffered(3, damping=None), False),
+        (LocalSteps(2), False),
+    ],
+)
+def test_table_that_counts_follows_what_takes_gradients_whole(
+    policy: Policy, follows: bool
+) -> None:
+    directory, spec = Directory(1, policy_spec(policy)), TableSpec(4, "int64", 0, {})
+    call = place(group="users", dtype="float32", table=spec)
+    placed = directory.place(structs.replace(call, pieces=(Piece("users", (4,)),)), client=1)
+    assert placed is not None
+    assert placed[0].consistency == (None if follows else policy_spec(Async()))
 
 
 def test_table_with_a_policy_of_its_own_keeps_it() -> None:
