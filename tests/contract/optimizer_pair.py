@@ -15,6 +15,7 @@ from tests.contract.role_cluster import RoleCluster
 from torch import Tensor, nn
 
 from paramserve.client import Client
+from paramserve.launch.reading import Reader
 from paramserve.pytorch.optimizer import adopt
 
 RTOL, ATOL = 2e-5, 2e-6
@@ -298,28 +299,19 @@ class Pair:
         return entry
 
     def finish(self) -> None:
-        """The end of a training function: the servers have what the model has."""
+        """The end of a training function: readers find what the model has."""
         for worker in self.workers:
             for finisher in worker.finishers:
                 finisher()
         self.outstanding = False
         self.compare()
-        client, side = self.clients[0], self.served[0]
-        model = side.model.state_dict()
-        found = set()
-        for block in client.blocks():
-            if block.group_name in (self.name, f"{self.name}.buffers"):
-                flat = torch.from_numpy(client.dense.fetch(block, 0)[0])
-                for piece, start in zip(block.pieces, block.starts[:-1], strict=True):
-                    value = model[piece.name]
-                    part = flat[start : start + value.numel()].view(value.shape)
-                    assert torch.equal(part, value), piece.name
-                    found.add(piece.name)
+        model = self.served[0].model.state_dict()
         extra = self.extra.get(self.name, {})
-        assert not found & extra.keys()
-        for name, value in extra.items():
-            assert torch.equal(value, model[name]), name
-        assert found | extra.keys() == model.keys()
+        values = Reader(self.clients[0]).read(self.name)
+        found = {name: torch.from_numpy(value) for name, value in values.items()} | extra
+        assert found.keys() == model.keys()
+        for name, value in model.items():
+            assert torch.equal(found[name], value), name
 
     def close(self) -> None:
         self._pool.shutdown()
