@@ -107,6 +107,7 @@ class Changing:
 
     def add(self, slot: Slot) -> None:
         """A parameter that was stepped was replaced by another one, which is not."""
+        self._slots[slot.name] = slot  # it may have been added after the adoption
         self.names.add(slot.name)
         if self._client.connection.restarts and not self._client.saving.asks(self._others_name):
             self._client.saving.ask(self._others_name, self._changed_others)

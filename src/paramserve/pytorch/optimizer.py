@@ -28,6 +28,7 @@ from paramserve.pytorch.hybrid import Hybrid
 from paramserve.pytorch.hyper import check_optimizer, check_options
 from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
+from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.rule_optimizer import RuleOptimizer
 from paramserve.pytorch.served import Served
 from paramserve.rules.base import Rule
@@ -367,7 +368,8 @@ def adopt(
     model = _checked(model, optimizer, dense)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency, push, pull)
     load_given(worker, name, model)
-    adopted = _started(worker, model, optimizer, settings, dense)
+    with Registry.of(worker).adopting():
+        adopted = _started(worker, model, optimizer, settings, dense)
     _become(optimizer, adopted)
     if adopted.late:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was

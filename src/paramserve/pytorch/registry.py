@@ -8,7 +8,8 @@ A tensor without an owner is a buffer, frozen, or left out of all optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -50,6 +51,16 @@ class Registry:
         if worker.registry is None:
             worker.registry = Registry()
         return worker.registry
+
+    @contextmanager
+    def adopting(self) -> Iterator[None]:
+        """Where an optimizer cannot be adopted, leave all as it was: it may be tried again."""
+        before = self._owners.copy(), self._watched.copy(), self._replaced.copy()
+        try:
+            yield
+        except BaseException:
+            self._owners, self._watched, self._replaced = before
+            raise
 
     def own(self, group: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """The values of these tensors are this group's from now on."""
