@@ -100,7 +100,6 @@ class Worker:
         stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
         finishers: called in order when the training function has returned.
         refreshers: called after this worker took no part for a while: they take present values.
-        assigners: what `assign` calls, one for each adopted optimizer.
         own_steps: the adopted optimizers that step by themselves, between two exchanges.
         ended: groups that no longer step, since another optimizer took over parameters of theirs.
         histories: what became of the steps of each adopted optimizer, by its name.
@@ -124,7 +123,6 @@ class Worker:
         self.stepped: list[str] = []
         self.finishers: list[Callable[[], None]] = []
         self.refreshers: list[Callable[[], None]] = []
-        self.assigners: list[Callable[[], None]] = []
         self.own_steps: list[Local[Any]] = []
         self.ended: set[str] = set()
         self.histories: dict[str, History] = {}
@@ -473,7 +471,10 @@ class Worker:
         values between two steps, as to go back to the best model.
 
         All ranks make this call at the same point. It overwrites what the optimizers of
-        `worker.optimizer` train; their state stays, and so do rows of tables.
+        `worker.optimizer` train; their state stays, and so do rows of tables. What any rank has
+        sent before is in none of the values. Where rank 0 has died for good, the lowest rank that
+        lives takes its place. One that was started again writes nothing before its first step, and
+        warns: what it had assigned before it died is there, and a write that it died in is lost.
 
         Example:
             model.load_state_dict(best)   # on rank 0 at least
@@ -483,8 +484,10 @@ class Worker:
                 block was applied.
             Timeout: not all ranks came in time; the text names the missing ones.
         """
-        for each in self.assigners:
-            each()
+        if self.registry is not None:
+            from paramserve.pytorch.assigning import assign
+
+            assign(self, self.registry)
 
     def all_reduce(self, value: Any, op: str = "mean", *, timeout_s: float | None = None) -> Any:
         """The sum, mean, maximum or minimum of a value over all ranks, or rank 0's: the same on

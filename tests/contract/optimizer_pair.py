@@ -153,7 +153,6 @@ class Pair:
             step_samples=None,
             finishers=[],
             refreshers=[],
-            assigners=[],
             own_steps=[],
             ended=set(),
             load_state={},

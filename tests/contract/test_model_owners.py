@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import wait_until
 from torch import nn
 from torch.optim import SGD, Adam
 
@@ -261,6 +262,34 @@ def test_parameter_that_is_replaced_is_in_the_result_as_the_model_has_it(
         assert_equal(read(cluster), expected)
 
 
+@pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
+@pytest.mark.filterwarnings("ignore:rank 0 came to a run whose optimizer")
+def test_parameter_that_was_added_and_replaced_comes_back(make_cluster: MakeCluster) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = nn.ModuleDict({"layer": filled(nn.Linear(3, 1))})
+            if worker.clock > 1:
+                model["book"] = Codebook()
+            optimizer = worker.optimizer(model, SGD(model["layer"].parameters(), lr=0.01))
+            for number in range(worker.clock, 14):
+                dies(worker, victim, 12)
+                if number == 1:
+                    model["book"] = Codebook()
+                    optimizer.add_param_group({"params": list(model["book"].parameters())})
+                optimizer.zero_grad()
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+                model["layer"](model["book"](x) if number else x).square().mean().backward()
+                optimizer.step()
+            return own(model)
+
+        return train
+
+    expected = ended(make_cluster, training(None), workers=1)[1].returned[0]
+    _, ranks = ended(make_cluster, training(0), workers=1)
+    assert ranks.restarts == [0]
+    assert_equal(ranks.returned[0], expected)
+
+
 def test_replaced_parameter_warns(make_cluster: MakeCluster) -> None:
     def train(worker: ps.Worker) -> None:
         model = nn.ModuleDict({"layer": nn.Linear(3, 1), "book": Codebook()})
@@ -313,6 +342,101 @@ def test_worker_that_comes_back_has_the_values_of_layers_that_were_added(
     else:
         with pytest.warns(UserWarning, match="rank 1 came to a run .* trains 'body.weight'"):
             ranks.end()
+
+
+# --- values that a rank assigns -------------------------------------------------------------------
+
+
+def optimizers_of(worker: ps.Worker, model: Any) -> list[torch.optim.Optimizer]:
+    return [
+        worker.optimizer(model, SGD(model[name].parameters(), lr=0.1), name=name)
+        for name in ("body", "head")
+    ]
+
+
+def step(worker: ps.Worker, model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    model.zero_grad()
+    loss_of(model, worker.rank, 0).backward()
+    for each in optimizers:
+        each.step()
+
+
+def write(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+
+
+def assert_written(state: State) -> None:
+    assert_equal(state, {name: torch.full_like(each, 0.25) for name, each in state.items()})
+
+
+@pytest.mark.parametrize(
+    "policy", [ps.Async(), ps.AsyncLocalSteps(4, outer=ps.DelayedNesterov())], ids=["", "own steps"]
+)
+def test_steps_of_a_slower_rank_are_in_no_value_that_is_assigned(
+    make_cluster: MakeCluster, policy: Any
+) -> None:
+    cluster = make_cluster(workers=2, policy=policy)
+
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        optimizers = optimizers_of(worker, model)
+        if worker.rank == 0:
+            write(model)
+        else:
+            wait_until(lambda: worker.client.connection.met({0}) is not None)
+            step(worker, model, optimizers)
+        worker.assign()
+        return own(model)
+
+    returned = Ranks(cluster, train).start(0, 1).end()
+    for state in (*returned.values(), read(cluster, "head")):
+        assert_written(state)
+
+
+def test_lowest_rank_that_lives_assigns_where_rank_0_is_dead(make_cluster: MakeCluster) -> None:
+    cluster, dead = make_cluster(workers=2, policy=ps.Async()), list[int]()
+
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        optimizers = optimizers_of(worker, model)
+        worker.barrier()
+        if worker.rank == 0:
+            dead.append(worker.rank)
+            raise Killed
+        wait_until(lambda: worker.client.connection.is_dead([0]))
+        write(model)
+        worker.assign()
+        assert_written(own(model))
+        step(worker, model, optimizers)
+        return own(model)
+
+    ranks = Ranks(cluster, train, again=False).start(0, 1)
+    ranks.until(lambda: dead)
+    cluster.mark_dead(0)
+    ranks.end()
+
+
+def test_rank_that_comes_back_behind_its_last_step_tells_that_it_assigns_nothing(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        optimizers = optimizers_of(worker, model)
+        for number in range(worker.clock, 3):
+            dies(worker, 0, 2)
+            if number == 2:
+                write(model)
+                worker.assign()
+            step(worker, model, optimizers)
+        return own(model)
+
+    with pytest.warns(UserWarning, match="rank 0 was started again, and worker.assign") as warned:
+        cluster, ranks = ended(make_cluster, train)
+    assert len(warned) == 1
+    assert_equal(ranks.returned[0], ranks.returned[1])
+    assert_equal(read(cluster, "head"), ranks.returned[0])
 
 
 # --- the optimizer's state ------------------------------------------------------------------------

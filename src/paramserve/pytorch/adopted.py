@@ -242,7 +242,6 @@ class Adopted(ABC, Generic[B]):
         worker.histories[settings.name] = self.history
         worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
         worker.finishers.append(self.finish)
-        worker.assigners.append(self._assign)
 
     def _check_codecs(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse patterns of codecs that no parameter needs.
@@ -674,17 +673,29 @@ class Adopted(ABC, Generic[B]):
             raise
         ticket.release()
 
-    def _assign(self) -> None:
-        """Overwrite the servers' values with rank 0's present ones, and take them; see
-        `Worker.assign`. A worker that was started again has written them before it died."""
-        if self._taken is not None:
-            return
-        writes = self._worker.rank == 0 and not self._begins
-        values = [part.values() for part in self._parts if writes]
-        self.settle()  # installs the values of the last step
-        for part, each in zip(self._parts, values, strict=False):
+    # --- what `Worker.assign` calls ---------------------------------------------------------------
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another optimizer has its parameters by now."""
+        return self._taken is not None
+
+    @property
+    def begins(self) -> bool:
+        """Whether this worker was started again and has made no step with it since."""
+        return self._begins
+
+    def present(self) -> list[Any]:
+        """Copies of the model's present values, by block, as the servers keep them."""
+        return [part.values() for part in self._parts]
+
+    def store(self, values: Sequence[Any]) -> None:
+        """Overwrite the servers' values with what `present` gave."""
+        for part, each in zip(self._parts, values, strict=True):
             self._client.dense.store(part.block, VALUE, each)
-        self._worker.barrier()
+
+    def take(self) -> None:
+        """Take the servers' present values."""
         if self._parts:
             self._pull(self._parts)
 

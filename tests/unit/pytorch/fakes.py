@@ -160,7 +160,6 @@ class FakeCluster:
             step_samples=None,
             finishers=[],
             refreshers=[],
-            assigners=[],
             own_steps=[],
             ended=set(),
             load_state={},
