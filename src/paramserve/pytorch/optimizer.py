@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,18 +91,34 @@ class AdoptedOptimizer(Optimizer):
         )
 
 
-class _Value(NamedTuple):
-    """A value of a state, for comparing: what torch has written to has another version."""
+def _copied(value: Any) -> Any:
+    """A copy of a value of a state: of its tensors, and of what holds them."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value
 
-    value: Any
-    version: int
 
-    @classmethod
-    def of(cls, value: Any) -> _Value:
-        return cls(value, value._version if isinstance(value, Tensor) else 0)
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether a value of a state is what it was, to the bit: NaN is NaN. A tensor's version does
+    not tell: `.data` and numpy write without one."""
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        alike = (value.shape, value.dtype) == (before.shape, before.dtype)
+        return alike and torch.equal(_bits(value), _bits(before))
+    if isinstance(value, dict) and isinstance(before, dict):
+        return value.keys() == before.keys() and all(
+            _is_same(each, before[key]) for key, each in value.items()
+        )
+    if isinstance(value, list) and isinstance(before, list):
+        return len(value) == len(before) and all(map(_is_same, value, before))
+    return value is before or (isinstance(value, int | float | str) and value == before)
 
-    def is_still(self, value: Any) -> bool:
-        return value is self.value and _Value.of(value).version == self.version
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().flatten().view(torch.uint8)
 
 
 class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
@@ -112,18 +128,15 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
     def __init__(self, optimizer: ServedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._copy: dict[Tensor, dict[str, Any]] = {}
-        self._as_fetched: dict[Tensor, dict[str, _Value]] = {}
+        self._as_fetched: dict[Tensor, dict[str, Any]] = {}
         self.shown = False
         """Whether there is a copy."""
 
     def show(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Be this state until the next step."""
         self.shown = True
-        self._copy = {param: dict(entry) for param, entry in state.items() if entry}
-        self._as_fetched = {
-            param: {name: _Value.of(value) for name, value in entry.items()}
-            for param, entry in self._copy.items()
-        }
+        self._as_fetched = {param: dict(entry) for param, entry in state.items() if entry}
+        self._copy = {param: _copied(entry) for param, entry in self._as_fetched.items()}
 
     def shown_state(self) -> dict[Tensor, dict[str, Any]]:
         """The copy; empty: there is none."""
@@ -149,11 +162,7 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
 
     def _is_as_fetched(self) -> bool:
         present = {param: entry for param, entry in self._copy.items() if entry}
-        return present.keys() == self._as_fetched.keys() and all(
-            entry.keys() == self._as_fetched[param].keys()
-            and all(self._as_fetched[param][name].is_still(value) for name, value in entry.items())
-            for param, entry in present.items()
-        )
+        return _is_same(present, self._as_fetched)
 
     def _fetched(self) -> dict[Tensor, dict[str, Any]]:
         optimizer = self._optimizer()
@@ -206,12 +215,13 @@ class ServedOptimizer(AdoptedOptimizer):
         if _is_for_a_checkpoint(self.param_groups):
             self._fetched.show(self._adopted.first_state(self.param_groups))
             return loss
-        if self._fetched.shown or self.state is not self._fetched:
-            self._forget_state()
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         try:
+            if self._fetched.shown or self.state is not self._fetched:
+                self._forget_state()
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                self._forget_state()  # it may have looked at it
             with torch.no_grad():
                 self._adopted.step(
                     self.param_groups,

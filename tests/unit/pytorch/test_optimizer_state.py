@@ -208,7 +208,25 @@ def replace_a_tensor(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
 
 
-CHANGES = [set_anew, clear, fill_in_place, fill_one, remove_one, empty_one, replace_a_tensor]
+def scale_data(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state[model[0].weight]["exp_avg"].data.mul_(0.5)
+
+
+def write_as_array(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.state[model[0].weight]["exp_avg"].numpy()[...] = float("nan")
+
+
+CHANGES = [
+    set_anew,
+    clear,
+    fill_in_place,
+    fill_one,
+    remove_one,
+    empty_one,
+    replace_a_tensor,
+    scale_data,
+    write_as_array,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -239,6 +257,70 @@ def test_state_reads_as_torch_has_it_and_is_fetched_anew_after_a_step() -> None:
             entry = optimizer.state[param]
             torch.testing.assert_close(entry, plain.state[other])
             optimizer.state[param] = dict(entry)  # as trainers do that move states to a device
+
+
+def test_state_of_nan_and_of_loaded_lists_is_as_it_was_and_what_is_nested_is_watched() -> None:
+    model = small_model()
+    optimizer = adopt(FakeCluster().worker(), model, adam(model))
+    param = model[0].weight
+    loaded = {"exp_avg": torch.full((2,), float("nan")), "parts": [{"a": torch.zeros(())}, "x"]}
+    optimizer._fetched.show({param: loaded})
+    train(model, optimizer, 1)
+    optimizer._fetched.show({param: loaded})
+    optimizer.state[param]["parts"][0]["a"].data.fill_(1.0)
+    with pytest.raises(RuntimeError, match="was changed"):
+        optimizer.step()
+    assert loaded["parts"][0]["a"] == 0.0
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_state_that_a_closure_looks_at_is_fetched_anew_after_the_step(changes: bool) -> None:
+    model, expected = small_model(), small_model()
+    optimizer, plain = adopt(FakeCluster().worker(), model, adam(model)), adam(expected)
+    train(model, optimizer, 1)
+    train(expected, plain, 1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 1)
+        loss.backward()
+        if changes:
+            fill_in_place(optimizer, model)
+        else:
+            assert len(optimizer.state) == 4
+        return loss
+
+    if changes:
+        with pytest.raises(RuntimeError, match=r"optimizer\.state was changed.*Applied: no"):
+            optimizer.step(closure)
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    plain.zero_grad()
+    loss_of(expected, 1).backward()
+    plain.step()
+    assert_same(model, expected)
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[param], plain.state[other])
+
+
+def test_state_that_was_changed_leaves_the_scale_of_a_scaler_as_it_was() -> None:
+    model, expected = small_model(), small_model()
+    optimizer, plain = adopt(FakeCluster().worker(), model, adam(model)), adam(expected)
+    train(model, optimizer, 1)
+    train(expected, plain, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 1)).backward()
+    fill_in_place(optimizer, model)
+    with pytest.raises(RuntimeError, match="was changed"):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    plain.zero_grad()
+    loss_of(expected, 1).backward()
+    plain.step()
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[param], plain.state[other])
 
 
 # --- what is refused, and what is taken ----------------------------------------------------------
