@@ -27,6 +27,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps, Sync
 from paramserve.core.table.options import Zeros
 from paramserve.errors import ClientClosed
+from paramserve.pytorch import Embedding
 from paramserve.rules import SGD, Add
 from paramserve.worker import Worker
 
@@ -283,6 +284,41 @@ class OverlappingStep(OptimizerStep):
     overlap = True
 
 
+class EmbeddingStep(OptimizerStep):
+    """A step of a dense layer and a table; the next one makes up for all that was not applied."""
+
+    def connect(self) -> Client:
+        client = self.cluster.client(0)
+        table = client.table("t", dim=4, rule=Add(), init=Zeros(), consistency=Sync(reduce="sum"))
+        self.model = torch.nn.Module()
+        self.model.w = torch.nn.Parameter(torch.zeros(ROW))
+        self.model.w.grad = -torch.ones(ROW)
+        self.model.embedding = Embedding(table)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        worker = Worker(client, 1)
+        worker.optimizer(self.model, self.optimizer, consistency=self.policy)
+        assert worker.clock >= 0  # Else it says that its loop does not begin there.
+        self.collect()
+        return client
+
+    def collect(self) -> None:
+        self.model.embedding.rows.drop()
+        self.model.embedding(torch.from_numpy(KEYS)).sum().backward()
+
+    def rows(self) -> Array:
+        return self.client.table("t").pull(KEYS)
+
+    def interrupt(self, at: int) -> None:
+        self.collect()
+        self.rows_before, closed = self.rows(), self.closed
+        super().interrupt(at)
+        gained = np.unique(self.rows() - self.rows_before).tolist()
+        assert gained == [1.0] or (self.closed > closed and gained == [0.0]), (at, gained)
+
+    def check(self, where: str) -> None:
+        """What memory is in use depends on what was read of the rows."""
+
+
 class LocalStep(OptimizerStep):
     """An own step and an exchange."""
 
@@ -335,7 +371,7 @@ def workers_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -
 
 
 CALLS = (PushPull, Pull, AwaitedPush, SyncStep, Define, TablePush)
-STEPS = (OptimizerStep, OverlappingStep, LocalStep, AsyncLocalStep, ElasticStep)
+STEPS = (OptimizerStep, OverlappingStep, EmbeddingStep, LocalStep, AsyncLocalStep, ElasticStep)
 
 
 @pytest.fixture(params=[*CALLS, *STEPS], ids=lambda kind: kind.__name__)

@@ -402,6 +402,7 @@ class Client:
         weight: float | None = None,
         skip: bool = False,
         leased: bool = False,
+        numbered: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
         """Push to several tables in one message to each shard; nothing, or all of it, is sent.
 
@@ -415,13 +416,17 @@ class Client:
             skip: there are no usable gradients in this step.
             leased: samples that were leased to this worker are in this step, and in no step of
                 dense layers on the servers.
+            numbered: with a tick: called with the ticket as soon as the call is certain to be sent,
+                before anything of it is. An interrupt within it closes the client.
         Returns:
             Ticket of the last table; its result is there when those of all are, and raises what
             any of them was refused with.
         Raises:
             As `Table.push`.
         """
-        return self._keyed.push(pushes, tick=tick, weight=weight, skip=skip, leased=leased)
+        return self._keyed.push(
+            pushes, tick=tick, weight=weight, skip=skip, leased=leased, numbered=numbered
+        )
 
     def prefetch_tables(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
         """Ask for rows of several tables ahead, in one message to each shard.

@@ -5,7 +5,7 @@ Whole tables are read and written here as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
@@ -142,6 +142,7 @@ class Keyed:
         weight: float | None = None,
         skip: bool = False,
         leased: bool = False,
+        numbered: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
         """See `Client.push_tables`."""
         self._connection.check()
@@ -149,7 +150,9 @@ class Keyed:
             raise ValueError("a step of tables names at least one")
         with self._lock:
             given = self.checked(pushes)
-            return self.push_rows(given, tick=tick, weight=weight, skip=skip, leased=leased)
+            return self.push_rows(
+                given, tick=tick, weight=weight, skip=skip, leased=leased, numbered=numbered
+            )
 
     def checked(self, pushes: Sequence[TablePush]) -> list[GivenRows]:
         """What a step of several tables pushes; raises as `Table.push`."""
@@ -174,6 +177,7 @@ class Keyed:
         weight: float | None = None,
         skip: bool = False,
         leased: bool = False,
+        numbered: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
         """As `push`, of rows that have been checked, each of another table of this client."""
         if self._connection.checks:
@@ -185,8 +189,8 @@ class Keyed:
                     collects += [self._steps.collects(push.table.block)]
             if True not in collects:
                 parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
-                if leased:
-                    parts[-1] = structs.replace(parts[-1], leased=True)
+                if leased or numbered is not None:
+                    parts[-1] = structs.replace(parts[-1], leased=leased, numbered=numbered)
                 tickets = self._steps.send(parts)
                 return joined(tickets) if tickets[1:] else tickets[0]
             self._steps.raise_unread()

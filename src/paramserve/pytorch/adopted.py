@@ -706,6 +706,11 @@ class Adopted(ABC, Generic[B]):
         interrupt later repeats and loses nothing, and one in here closes the client."""
         self._sent += [ticket]
 
+    def _numbered_rows(self, ticket: Ticket) -> None:
+        """As `_numbered`, of a step that has what the tables have collected."""
+        self.tables.drop()
+        self._sent += [ticket]
+
     def _forget(self, keep: int = 0) -> None:
         """Leave steps to the client whose answers were not taken, but for the last so many."""
         while self._sent[keep:]:

@@ -68,6 +68,7 @@ class Rows(torch.nn.Parameter):
     _keys: Tensor | None
     _bad: Tensor | None
     _left: int
+    _aside: Tensor | None
 
     @classmethod
     def empty(cls, of: str, dim: int) -> Rows:
@@ -75,6 +76,7 @@ class Rows(torch.nn.Parameter):
         rows = cls(torch.empty(0, dim), requires_grad=False)
         rows.of, rows.trained, rows.apart, rows.stepped = of, True, False, False
         rows._collected, rows._keys, rows._bad, rows._left = None, None, None, 0
+        rows._aside = None
         return rows
 
     @property
@@ -123,13 +125,12 @@ class Rows(torch.nn.Parameter):
         self._hold(new if held is None else _sum(held, new))
 
     def collected(self) -> Gradients:
-        """What was collected since the last call, in float32 on the CPU; yours, and gone from here.
+        """What was collected since the last `drop`, in float32 on the CPU; it may be `grad` itself.
 
         Raises:
             RuntimeError: other code has put a gradient of another shape here.
         """
         held = self._held()
-        self.drop()
         if held is None:
             return Gradients(_no_keys(), _no_rows(self.shape[1]))
         return Gradients(held.keys, held.values.to("cpu", torch.float32).contiguous())
@@ -141,7 +142,18 @@ class Rows(torch.nn.Parameter):
 
     def drop(self) -> None:
         self._keys = None
+        self.grad = self._aside = None
+
+    def set_aside(self) -> None:
+        """Hide what was collected from a step of torch's, which would add it to no elements."""
+        self._aside = self.grad
         self.grad = None
+
+    def bring_back(self) -> None:
+        """Have again what was set aside and not dropped since."""
+        if self._aside is not None:
+            self.grad = self._aside
+            self._aside = None
 
     def _hold(self, gradients: Gradients) -> None:
         keys, values = gradients

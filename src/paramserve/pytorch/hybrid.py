@@ -112,23 +112,29 @@ class Hybrid(Adopted[AdoptedBlock]):
                 self.tables.refuse_bad()
             else:
                 self.tables.forgive_bad()
-            taken[:] = self._clipped(groups, self.tables.take(factor))
+            taken[:] = self._clipped(groups, self.tables.collected(factor))
+            self.tables.set_aside()
 
         def evaluated() -> Any:
             assert closure is not None
+            if taken:  # of the evaluation before
+                self.tables.drop()
             loss = closure()
             take()
             return loss
 
-        if found_inf is not None and bool(found_inf):
-            taken, loss = self.tables.drop(), None
-        elif closure is not None:
-            loss = own_step(evaluated)
-        else:
-            if factor is not None:
-                unscale(_dense(groups), factor)
-            take()
-            loss = own_step(None)
+        try:
+            if found_inf is not None and bool(found_inf):
+                taken[:], loss = self.tables.nothing(), None
+            elif closure is not None:
+                loss = own_step(evaluated)
+            else:
+                if factor is not None:
+                    unscale(_dense(groups), factor)
+                take()
+                loss = own_step(None)
+        finally:
+            self.tables.bring_back()  # they are dropped when they are certain to be sent
         self._push(taken)
         return loss
 
@@ -156,9 +162,13 @@ class Hybrid(Adopted[AdoptedBlock]):
         finally:
             self._forget()
             if taken:
-                self._sent += [
-                    self._client.push_tables(taken, tick=True, weight=weight, leased=True)
-                ]
+                self._client.push_tables(
+                    taken,
+                    tick=True,
+                    weight=weight,
+                    leased=True,
+                    numbered=self._numbered_rows,
+                )
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""

@@ -123,11 +123,11 @@ class Served(Adopted[ServedBlock]):
                 note["note"] = told
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
-            self._send((), self.tables.drop(), weight=weight, skip=True, **note)
+            self._send((), self.tables.nothing(), weight=weight, skip=True, **note)
         else:
             unscale = reciprocal(grad_scale) if grad_scale is not None else None
             push = [part.gather(client, groups, unscale) for part in self._parts]
-            rows = self.tables.take(unscale)
+            rows = self.tables.collected(unscale, own=self._settings.clip_norm is not None)
             clip_norm = self._clip(push, rows)
             self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
         if self._sent[self._stay :]:
@@ -139,14 +139,18 @@ class Served(Adopted[ServedBlock]):
     ) -> None:
         """Push, tick and pull, blocks and tables in one message to each shard."""
         if not self._parts:
-            skip = options.get("skip", False)
-            self._sent += [
-                self._client.push_tables(rows, tick=True, weight=weight, skip=skip, leased=True)
-            ]
+            self._client.push_tables(
+                rows,
+                tick=True,
+                weight=weight,
+                skip=options.get("skip", False),
+                leased=True,
+                numbered=self._numbered_rows,
+            )
             return
-        if rows:
-            options["tables"] = rows
         name, numbered = self._settings.name, self._numbered
+        if rows:
+            options["tables"], numbered = rows, self._numbered_rows
         self._client.dense.step(
             name, push, pull=self._blocks, weight=weight, numbered=numbered, **options
         )
@@ -154,6 +158,11 @@ class Served(Adopted[ServedBlock]):
     def _numbered(self, ticket: Ticket) -> None:
         self._sent += [ticket]
         self._schedules.made(sent=True)
+
+    def _numbered_rows(self, ticket: Ticket) -> None:
+        super()._numbered_rows(ticket)
+        if self._parts:
+            self._schedules.made(sent=True)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""

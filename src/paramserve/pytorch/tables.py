@@ -166,26 +166,44 @@ class Tables:
 
     # --- a step ------------------------------------------------------------------------------
 
-    def take(self, unscale: float | None = None) -> list[TablePush]:
-        """What was collected since the last step, for every table, also for those without.
+    def collected(self, unscale: float | None = None, *, own: bool = False) -> list[TablePush]:
+        """What was collected since the last `drop`, for every table, also for those without.
+
+        It stays here until a step that has it is certain to be sent: see `drop`.
 
         Args:
             unscale: what each gradient is multiplied by; None: they are as they should be.
+            own: not in the memory of `Rows.grad`.
         """
         pushes = []
         for table, rows in self._stepped.values():
-            gradients = rows.collected()
+            keys, values = rows.collected()
             if unscale is not None:
-                gradients.values.mul_(unscale)
-            pushes.append(TablePush(table, gradients.keys.numpy(), gradients.values.numpy()))
+                values = values * unscale
+            elif own:
+                values = values.clone()
+            pushes.append(TablePush(table, keys.numpy(), values.numpy()))
         return pushes
 
-    def drop(self) -> list[TablePush]:
-        """Forget what was collected; a step of all tables without gradients."""
+    def set_aside(self) -> None:
+        """As `Rows.set_aside`, of all tables."""
+        for _, rows in self._stepped.values():
+            rows.set_aside()
+
+    def bring_back(self) -> None:
+        """As `Rows.bring_back`, of all tables."""
+        for _, rows in self._stepped.values():
+            rows.bring_back()
+
+    def nothing(self) -> list[TablePush]:
+        """A step of all tables without gradients."""
+        return [TablePush(table) for table, _ in self._stepped.values()]
+
+    def drop(self) -> None:
+        """Forget what was collected."""
         for _, rows in self._stepped.values():
             rows.drop()
             rows.take_bad()
-        return self.take()
 
     def refuse_bad(self) -> None:
         """Refuse rows whose gradients hold NaN or Inf, if there are any; see `Rows.take_bad`.

@@ -122,16 +122,22 @@ class TableClient(FakeClient):
         leased: bool = False,
         weight: float = 1.0,
         skip: bool = False,
+        numbered: Any,
     ) -> Any:
-        assert not skip or not any(len(np.array(push.keys)) for push in pushes)
+        assert not skip or all(push.keys is None for push in pushes)
         self._take(pushes, tick, weight, together=False)
         outcome = SimpleNamespace(values={}, version=0, staleness=0, skipped=False)
-        return SimpleNamespace(result=lambda timeout_s=None: outcome, release=lambda: None)
+        ticket = SimpleNamespace(result=lambda timeout_s=None: outcome, release=lambda: None)
+        numbered(ticket)
+        return ticket
 
     def _take(
         self, pushes: Sequence[TablePush], tick: bool, weight: float, *, together: bool
     ) -> None:
         for push in pushes:
+            if push.keys is None:
+                none = np.empty(0, np.int64), np.empty((0, push.table.dim), np.float32)
+                push = TablePush(push.table, *none)
             pushed = Pushed(np.array(push.keys).tolist(), tick, weight, together)
             push.table.take(push, pushed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,6 +318,85 @@ def test_adopt_what_does_not_go_together_is_refused() -> None:
             adopt(who, model, sgd(ours), **options)
         assert cluster.blocks == []
         assert not ours.users.rows.stepped
+
+
+# --- steps that are not sent ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dense", "head", "clip_norm"),
+    [
+        ("servers", True, None),
+        ("servers", True, 0.02),
+        ("servers", False, None),
+        ("servers", False, 0.02),
+        ("local", False, 0.02),
+    ],
+)
+def test_step_that_was_not_sent_keeps_the_rows_for_the_next_try(
+    monkeypatch: pytest.MonkeyPatch, dense: str, head: bool, clip_norm: float | None
+) -> None:
+    worker = TableCluster(sync=False).worker()
+    ours, theirs = make(worker, head=head)
+    optimizer = adopt(worker, ours, sgd(ours), dense=dense, clip_norm=clip_norm)
+    expected = sgd(theirs)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for batch in BATCHES:
+        ours(*batch).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.client, "push_tables", interrupted)
+            patch.setattr(worker.client.dense, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+        theirs(*batch).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+        expected.step()
+    assert_same(ours, theirs)
+    assert [len(table.pushes) for table in tables_of(worker)] == [3, 3]
+
+
+def test_hybrid_own_step_that_raises_keeps_the_rows_for_the_next_try() -> None:
+    worker = TableCluster().worker()
+    ours, theirs = make(worker)
+    optimizer, expected = adopt(worker, ours, sgd(ours), dense="local"), sgd(theirs)
+    for model in (ours, theirs):
+        model(*BATCHES[0]).backward()
+    lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    expected.step()
+    assert_same(ours, theirs)
+
+
+def test_hybrid_closure_counts_the_rows_of_its_last_evaluation() -> None:
+    worker = TableCluster().worker()
+    ours, _ = make(worker)
+    dense = torch.optim.LBFGS(ours.head.parameters(), lr=LR, max_iter=3)
+    optimizer = adopt(worker, ours, dense, dense="local")
+    evaluated = []
+
+    def closure() -> Tensor:
+        ours.head.zero_grad()
+        loss = ours(*BATCHES[0])
+        loss.backward()
+        evaluated.append(ours.users.rows.collected().values.clone())
+        return loss
+
+    before = copy.deepcopy(tables_of(worker)[0].values)
+    optimizer.step(closure)
+    assert len(evaluated) > 1
+    last = before[2] - np.float32(LR) * evaluated[-1][1].numpy()
+    np.testing.assert_array_equal(tables_of(worker)[0].values[2], last)
+    assert len(ours.users.rows.collected().keys) == 0
 
 
 # --- dense layers of several workers -------------------------------------------------------------
