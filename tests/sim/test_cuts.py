@@ -174,6 +174,20 @@ def client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard(
     monkeypatch.setattr(cut_module, "_highest", highest)
 
 
+def clients_with_unequal_ends_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards let go only of the clients of whom all have the same."""
+    all_over = cut_module._over
+
+    def over(told: list[CutAt]) -> set[int]:
+        numbers: dict[int, set[int]] = {}
+        for each in told:
+            for client, seq, _ in each.clients:
+                numbers.setdefault(client, set()).add(seq)
+        return {client for client in all_over(told) if len(numbers[client]) == 1}
+
+    monkeypatch.setattr(cut_module, "_over", over)
+
+
 def goodbye_behind_unanswered_requests_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard remembers no client that has ended."""
     close = Sessions.close
@@ -209,6 +223,7 @@ def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (clients_evicted_by_each_shard_alone, SimulatedVisits, VISITS),
         (client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard, SimulatedVisits, VISITS),
         (goodbye_behind_unanswered_requests_forgotten, SimulatedVisits, VISITS),
+        (clients_with_unequal_ends_kept_for_good, SimulatedVisits, VISITS | {"faults": None}),
     ],
 )
 def test_bug_of_a_cut_is_found(

@@ -17,9 +17,10 @@ has a session on every shard before it sends its first request). So a client tha
 behind its requests is in the cut with all of them on all shards, in whatever order its goodbyes
 arrive: a shard where it has ended reports how far it came there, and the others wait for what is on
 its way. Those reports need a memory only where something was unanswered at the goodbye, and the
-shards let go of it together (`CutTo.over`). A client that stands still with some of its requests
-on some shards only is waited for in the longest attempt, once; then the cut is taken without that
-request, and it is named (`CutOver.torn`).
+shards let go of it together, after a cut that has the client's end on all of them
+(`CutOver.over`). A client that stands still with some of its requests on some shards only is waited
+for in the longest attempt, once; then the cut is taken without that request, and it is named
+(`CutOver.torn`). One that has ended so is forgotten with a whole cut, which names it.
 """
 
 from __future__ import annotations
@@ -168,8 +169,6 @@ class CutAgreement:
         self._late: dict[tuple[int, int], int] = {}
         """Of shard 0: by client and shard, its number there, where the longest attempt has waited
         in vain for what other shards had of it, and nothing has come since."""
-        self._over: tuple[int, ...] = ()
-        """Clients that are remembered no longer once the shard has its part of the cut."""
         self._told: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
         self._number = 0
@@ -294,13 +293,16 @@ class CutAgreement:
         if len(leading.parts) < self._shards:
             return
         torn = _torn(list(leading.parts.values()))
+        over = _over(list(leading.told.values()))
+        if not leading.wanted.ask.whole:
+            over -= set(torn)  # a checkpoint is to name them
         self._leading = None
         session = leading.wanted.session
         read = session is None or session.client in self._sessions.by_client
         part = self.kept.get(message.number)
         version = sum(part.versions.values()) if part is not None and part.snapshot else 0
-        for shard in range(self._shards):
-            self._outbox.append(Send(shard, CutOver(message.number, read, torn, version)))
+        end = CutOver(message.number, read, torn, version, tuple(sorted(over)))
+        self._outbox.extend(Send(shard, end) for shard in range(self._shards))
         if session is not None and session.done is not None:
             answer = Answer(Done(session.done.seq, taken=message.number))
             self._outbox.append(Reply(session, answer))
@@ -497,7 +499,6 @@ class CutAgreement:
         elif not self.settling:
             self._clients |= dict(message.clients)
             self._clocks |= dict(message.groups)
-            self._over = message.over
             self.settling = True
             self._outbox.append(GoOn())
 
@@ -511,6 +512,8 @@ class CutAgreement:
     def _on_over(self, message: CutOver) -> None:
         if self._asked is not None and self._asked.number == message.number:
             self._go_on()
+        for client in message.over:
+            self._sessions.closed.pop(client, None)
         part = self.kept.get(message.number)
         if part is None:
             return
@@ -538,8 +541,6 @@ class CutAgreement:
         self._done = CutDone(ask.number, self._shard, tuple(clients.items()), blocks, whole)
         part.keep_until = self._now + CUT_KEEP_S
         part.stopped_s = max(part.stopped_s + self._now - self._stopped_at, self._longest_s)
-        for client in self._over:
-            self._sessions.closed.pop(client, None)
         self._make_room(part)
         self._go_on()
         self._send(self._done)
@@ -650,23 +651,23 @@ def _highest(number: int, told: list[CutAt], left_out: Set[int] = frozenset()) -
     """
     clients: dict[int, int] = {}
     clocks: dict[int, int] = {}
-    ended, opened, unequal = set(left_out), set[int](), set[int]()
+    ended = set(left_out)
     for each in told:
-        closed = set(each.closed)
         for client, seq, ends in each.clients:
-            highest = clients.setdefault(client, seq)
-            if highest != seq:
-                unequal.add(client)
-                clients[client] = max(highest, seq)
+            clients[client] = max(clients.get(client, seq), seq)
             if ends:
                 ended.add(client)
-            if client not in closed:
-                opened.add(client)
         for group, clock in each.groups:
             clocks[group] = max(clocks.get(group, 0), clock)
     kept = tuple((client, seq) for client, seq in clients.items() if client not in ended)
-    over = tuple(client for client in clients if client not in opened | unequal)
-    return CutTo(number, kept, tuple(clocks.items()), over)
+    return CutTo(number, kept, tuple(clocks.items()))
+
+
+def _over(told: list[CutAt]) -> set[int]:
+    """Clients that shards remember, and whose sessions have ended on all."""
+    ended = {client for each in told for client in each.closed}
+    opened = {c for each in told for c, _, _ in each.clients if c not in each.closed}
+    return ended - opened
 
 
 def _late(to: CutTo, told: list[CutAt]) -> dict[tuple[int, int], int]:

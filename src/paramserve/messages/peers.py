@@ -145,16 +145,11 @@ class CutAt(Struct, frozen=True, array_like=True, tag="cut-at"):
 
 
 class CutTo(Struct, frozen=True, array_like=True, tag="cut-to"):
-    """Where the cut is: the highest of all shards. Execute exactly what is up to there.
-
-    `over`: clients whose sessions have ended on every shard, with equal numbers: they are
-    remembered no longer.
-    """
+    """Where the cut is: the highest of all shards. Execute exactly what is up to there."""
 
     number: int
     clients: tuple[tuple[int, int], ...]
     groups: tuple[tuple[int, int], ...]
-    over: tuple[int, ...] = ()
 
 
 class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
@@ -171,12 +166,14 @@ class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
 class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
     """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
     ended, or stood still, while they were sending, so that the shards have them up to different
-    numbers. `version`: of a snapshot, the group's on shard 0."""
+    numbers. `version`: of a snapshot, the group's on shard 0. `over`: clients whose sessions have
+    ended on every shard: they are remembered no longer."""
 
     number: int
     complete: bool
     torn: tuple[int, ...] = ()
     version: int = 0
+    over: tuple[int, ...] = ()
 
 
 CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver

@@ -10,18 +10,23 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.testing.checkers import Violation
 from paramserve.testing.counting import Counting
 from paramserve.testing.cuts import SimulatedCuts
+from paramserve.testing.history import History
 from paramserve.testing.network import NEAR
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.scripts import SimulatedReader
-from paramserve.testing.simulated import SAFETY_S, SimulatedCluster, rerun
+from paramserve.testing.simulated import REST_S, SAFETY_S, SimulatedCluster, rerun
 
 VISITORS = 12
 CALLS_MAX = 3
 HASTY_RATE = 0.5
 """Of visitors: those that wait for no answer to their last call."""
+LAST_CUTS = 2
+"""Taken when no shard has a session of any client: in the first one the shards agree about those
+that have ended, and the second one names none."""
 
 
 class Visitor(SimulatedReader):
@@ -58,6 +63,14 @@ class SimulatedVisits(SimulatedCuts):
         faults = replace(self.network.faults, slow=0.0)
         self._lossless = faults == faults.healed()
 
+    def _run(self) -> History:
+        history = super()._run()
+        self.clock.run(self.clock.now + SESSION_KEEP_S + REST_S)
+        for _ in range(LAST_CUTS):
+            self.servers[0].loop.call_soon(self.servers[0].role.begin_cut)
+            self.clock.run(self.clock.now + REST_S)
+        return history
+
     def _start_clients(self) -> None:
         super()._start_clients()
         random = Random(f"visits {self.seed}")
@@ -78,9 +91,15 @@ class SimulatedVisits(SimulatedCuts):
             self.clock.stop()
 
     def check(self) -> None:
-        """As `SimulatedCuts.check`; where no message is lost, that no cut was given up, and that
-        none has a client in part."""
+        """As `SimulatedCuts.check`, and that no client is named in cuts for good; where no message
+        is lost, that no cut was given up, and that none has a client in part."""
         super().check()
+        named = sorted({client for part in self.cuts[-1].parts for client in part.clients})
+        if named:
+            raise Violation(
+                f"all clients ended over {SESSION_KEEP_S:.0f} s before cut {self.cuts[-1].number}, "
+                f"and it has clients {named}\nagain: {self.again}"
+            )
         if not self._lossless:
             return
         numbers = [cut.number for cut in self.cuts]

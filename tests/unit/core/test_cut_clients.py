@@ -16,7 +16,7 @@ from paramserve.core.events import (
     DeadlineReached,
     FromShard,
 )
-from paramserve.messages import CutTaken
+from paramserve.messages import CutDone, CutTaken
 
 READERS = range(10, 16)
 
@@ -137,6 +137,56 @@ def test_client_without_a_link_to_one_shard_is_not_waited_for_there() -> None:
     assert not begin(one)
     one.now = cut.CUT_LIMIT_S
     one.happen(DeadlineReached())
+    one.now = cut.CUT_LIMIT_S + cut.CUT_RETRY_S
+    notices: list[object] = list(one.happen(DeadlineReached()).notices)
+    (taken,) = deliver(one, notices)
+    assert isinstance(taken, CutTaken)
+    assert taken.torn == (B,)
+
+
+def ended_between_two_sends() -> Rig:
+    """A client that has ended with its push on one shard only."""
+    one = two_shards()
+    one.join(B)
+    one.step(B, {0: [1.0]}, shard=0)
+    for shard in range(2):
+        one.happen(ClientBye(B), shard)
+    return one
+
+
+def test_client_that_ended_unequal_is_named_in_one_checkpoint_and_forgotten_on_all_shards() -> None:
+    one = ended_between_two_sends()
+    (first,) = begin(one)
+    assert isinstance(first, CutTaken)
+    assert (first.torn, numbers(one, B)) == ((B,), [1, 0])
+    assert [shard.sessions.closed for shard in one.shards] == [{}, {}]
+    (second,) = begin(one, 2)
+    assert isinstance(second, CutTaken)
+    assert (second.torn, numbers(one, B)) == ((), [None, None])
+
+
+def test_client_that_ended_unequal_is_not_forgotten_with_a_cut_that_is_in_no_manifest() -> None:
+    one = ended_between_two_sends()
+    one.shards[0].cuts.want((0,), False, None, one.now)
+    one.happen(DeadlineReached())
+    one.deliver()
+    assert numbers(one, B) == [1, 0]
+    (taken,) = begin(one)
+    assert isinstance(taken, CutTaken)
+    assert taken.torn == (B,)
+
+
+def test_client_that_ended_unequal_is_remembered_where_a_cut_was_given_up() -> None:
+    one = ended_between_two_sends()
+    one.happen(CutWanted(1))
+    while one.wire:
+        shard, message = one.wire.pop(0)
+        if not isinstance(message, CutDone):  # shard 1 has its part, which shard 0 never hears of
+            one.happen(FromShard(message), shard)
+    one.now = cut.CUT_LIMIT_S
+    one.happen(DeadlineReached())
+    one.deliver()
+    assert [shard.sessions.closed for shard in one.shards] == [{B: 1}, {B: 0}]
     one.now = cut.CUT_LIMIT_S + cut.CUT_RETRY_S
     notices: list[object] = list(one.happen(DeadlineReached()).notices)
     (taken,) = deliver(one, notices)
