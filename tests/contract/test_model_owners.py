@@ -439,6 +439,42 @@ def test_rank_that_comes_back_behind_its_last_step_tells_that_it_assigns_nothing
     assert_equal(read(cluster, "head"), ranks.returned[0])
 
 
+@pytest.mark.parametrize("change", ["assign", "load"])
+def test_rank_that_came_back_writes_for_all_optimizers_behind_a_step_of_one(
+    make_cluster: MakeCluster, change: str
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = two_layers()
+            body = worker.optimizer(model, SGD(model["body"].parameters(), lr=0.1))
+            momentum = SGD(model["head"].parameters(), lr=0.1, momentum=0.9)
+            head = worker.optimizer(model, momentum, name="head")
+            for number in range(worker.clock, 4):
+                dies(worker, victim, 2)
+                if number == 3 and change == "assign":
+                    with torch.no_grad():
+                        model["head"].weight.mul_(0.5)
+                    worker.assign()
+                elif number == 3:
+                    state = head.state_dict()
+                    state["state"].clear()
+                    head.load_state_dict(state)
+                model.zero_grad()
+                loss_of(model, worker.rank, number).backward()
+                body.step()
+                if number != 2:
+                    head.step()
+            return own(model)
+
+        return train
+
+    _, unbroken = ended(make_cluster, training(None), workers=1)
+    cluster, ranks = ended(make_cluster, training(0), workers=1)
+    assert ranks.restarts == [0]
+    assert_equal(ranks.returned[0], unbroken.returned[0])
+    assert_equal(read(cluster, "head"), unbroken.returned[0])
+
+
 # --- the optimizer's state ------------------------------------------------------------------------
 
 

@@ -189,8 +189,8 @@ class Adopted(ABC, Generic[B]):
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
-        self._begins = worker.incarnation > 1
-        """The next step is the first one of a worker that was started again."""
+        self._again = worker.incarnation > 1
+        """An older incarnation of this worker may have adopted it."""
         self._schedules = Schedules(
             worker.client,
             settings.name,
@@ -218,11 +218,11 @@ class Adopted(ABC, Generic[B]):
             self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
         )
         if settings.buffers != "local":
-            self._frozen.compare(worker.rank, self._changing.mine, again=self._begins)
+            self._frozen.compare(worker.rank, self._changing.mine, again=self._again)
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
-        takes = self._changing.mine if self._begins else self._changing.every
+        takes = self._changing.mine if self._again else self._changing.every
         self._untrained.start(
             define=worker.rank == 0,
             take=takes if worker.rank != 0 or self.late else (),
@@ -680,11 +680,6 @@ class Adopted(ABC, Generic[B]):
         """Whether another optimizer has its parameters by now."""
         return self._taken is not None
 
-    @property
-    def begins(self) -> bool:
-        """Whether this worker was started again and has made no step with it since."""
-        return self._begins
-
     def present(self) -> list[Any]:
         """Copies of the model's present values, by block, as the servers keep them."""
         return [part.values() for part in self._parts]
@@ -772,7 +767,7 @@ class Adopted(ABC, Generic[B]):
 
     def _begin_again(self) -> None:
         """Before the first step of a worker that was started again."""
-        self._begins = False
+        self._registry.begins = False
         self._worker.notices.repeats(self._worker.groups[0])
 
     def _count_step(self) -> None:

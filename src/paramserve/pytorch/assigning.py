@@ -28,21 +28,19 @@ def assign(worker: Worker, registry: Registry) -> None:
     worker.barrier()
     rank = worker.rank
     if rank == 0 or worker.client.connection.is_dead(range(rank)):
-        left = [each.group for each in optimizers if each.begins]
-        if left:
-            _warn_not_written(rank, left)
-        for each, present in zip(optimizers, values, strict=True):
-            if not each.begins:
+        if registry.begins:
+            _warn_not_written(rank)
+        else:
+            for each, present in zip(optimizers, values, strict=True):
                 each.store(present)
     worker.barrier()
     for each in optimizers:
         each.take()
 
 
-def _warn_not_written(rank: int, groups: list[str]) -> None:
+def _warn_not_written(rank: int) -> None:
     warn_user(
         f"rank {rank} was started again, and worker.assign() before its first step has written "
-        f"nothing for {', '.join(map(repr, groups))}: the servers' values count, with what it had "
-        "assigned before it died. Where it died behind its last step and in this call, that write "
-        "is lost"
+        "nothing: the servers' values count, with what it had assigned before it died. Where it "
+        "died behind its last step and in this call, that write is lost"
     )

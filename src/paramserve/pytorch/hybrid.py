@@ -102,7 +102,7 @@ class Hybrid(Adopted[AdoptedBlock]):
         Raises:
             NonFinite: rows' gradients hold NaN or Inf. Nothing was stepped or sent.
         """
-        if self._begins:
+        if self._registry.begins:
             self._begin_again()
         factor = reciprocal(grad_scale) if grad_scale is not None else None
         taken: list[TablePush] = []

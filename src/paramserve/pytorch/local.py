@@ -108,7 +108,7 @@ class Local(Adopted[B]):
             TypeError: gradients are float16 and to be unscaled. No step was made.
             ValueError, RuntimeError: as `Adopted.regroup`. No step was made.
         """
-        if self._begins:
+        if self._registry.begins:
             self._begin_again()
         self.regroup(groups)
         loss = None

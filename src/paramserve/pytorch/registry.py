@@ -37,10 +37,13 @@ class Registry:
 
     Attributes:
         optimizers: those that were adopted, in order.
+        begins: the worker was started again, and has made no step since, with any of them. What its
+            program writes until then its older incarnation has written, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins: bool = False) -> None:
         self.optimizers: list[Adopted[Any]] = []
+        self.begins = begins
         self._owners: dict[int, Owner] = {}
         self._watched: set[tuple[int, str]] = set()
         self._replaced: set[tuple[int, str]] = set()
@@ -49,7 +52,7 @@ class Registry:
     def of(worker: Worker) -> Registry:
         """The one of this worker."""
         if worker.registry is None:
-            worker.registry = Registry()
+            worker.registry = Registry(begins=worker.incarnation > 1)
         return worker.registry
 
     @contextmanager

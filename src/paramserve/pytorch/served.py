@@ -108,7 +108,7 @@ class Served(Adopted[ServedBlock]):
             grad_scale: what `GradScaler` multiplied the loss by, if it has not divided yet.
             found_inf: not zero where `GradScaler` found Inf or NaN: this step is skipped.
         """
-        if self._begins:
+        if self._registry.begins:
             self._begin_again()
         self.regroup(groups)
         if not self._warned:
@@ -253,7 +253,7 @@ class Served(Adopted[ServedBlock]):
             torch_state.prepare(part.layout, rule, state)
             for part, rule in self._rules_of_state(groups)
         ]
-        if not self._begins:  # before its first step a restarted worker has the servers' own
+        if not self._registry.begins:  # before its first step a restarted worker has theirs
             self._store(self._parts, fields)
         self._keep_unserved_state(state)
 
