@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from tests.sim.policies import TABLE_POLICIES
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
+from paramserve.core import replies
 from paramserve.core.block import ShardBlock
 from paramserve.core.events import Requested
+from paramserve.core.group_state import GroupState
 from paramserve.core.replies import delete
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Request, ShardSession
@@ -26,6 +29,7 @@ from paramserve.core.table.parts import RowGradient
 from paramserve.core.table.store import Purpose, RowStore, Taken
 from paramserve.messages import Delete, TableSpec
 from paramserve.rules.compiled import compiled
+from paramserve.rules.custom import CustomRule
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, row_counting
 from paramserve.testing.history import Row
 from paramserve.testing.row_counting import KEYS, RowCounting, SimulatedTables, replay
@@ -243,6 +247,54 @@ def test_seeds_of_a_bounded_table_keep_every_invariant(monkeypatch: pytest.Monke
         cluster.check()
 
 
+@dataclass(frozen=True)
+class Picky(CustomRule):
+    """A user's rule that adds, and fails at a row without pushes in every second clock."""
+
+    whole_rows: ClassVar[bool] = True
+
+    def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        if push.clock % 2 and not (value != 0.0).any(axis=1).all():
+            raise ArithmeticError("a row without pushes")
+        value += gradient
+
+
+class PickyCounting(RowCounting):
+    rule = Picky()
+
+
+class PickyTables(SimulatedTables):
+    workload_type = PickyCounting
+    rules: ClassVar[Any] = {Picky.name: Picky}
+
+
+PICKY: dict[str, Any] = {"servers": 3, "workers": 2, "others": (), "steps": STEPS, "deletes": True}
+
+
+def test_seeds_of_a_rule_that_fails_at_rows_deleted_meanwhile_keep_every_invariant() -> None:
+    refused = 0
+    for seed in range(10):
+        cluster = PickyTables(seed, Scenario(consistency=Sync(reduce="sum"), **PICKY))
+        history = cluster.run()
+        cluster.check()
+        failed = [call for call in history.calls if call.error == "RuleFailed"]
+        assert all(call.applied == "no" for call in failed)
+        refused += len(failed)
+    assert refused > 10, "else this tests nothing"
+
+
+def rule_runs_again_where_rows_were_deleted_under_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """What was computed for the clock is dropped."""
+
+    def dropped(state: GroupState, block: Any) -> None:
+        state.collect.prepared = None
+
+    monkeypatch.setattr(replies, "_under_vote", dropped)
+    return PickyTables
+
+
 def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """What is prepared for a clock has its rows from then on, whether it is decided or refused."""
     take = RowStore.take
@@ -280,6 +332,7 @@ def nan_is_looked_for_in_the_first_row_only(
         (resent_delete_removes_again, Async(), {"exactly_once", "sessions_in_order"}),
         (delete_overtakes_what_came_before, Sync(reduce="sum"), {"exactly_once"}),
         (delete_leaves_a_row, Async(), {"exactly_once"}),
+        (rule_runs_again_where_rows_were_deleted_under_vote, Sync(reduce="sum"), {"exactly_once"}),
     ],
 )
 def test_bug_of_a_table_is_found(
@@ -287,7 +340,8 @@ def test_bug_of_a_table_is_found(
 ) -> None:
     kind, deletes = plant(monkeypatch), "delete" in plant.__name__
     for seed in range(FOUND_WITHIN):
-        options = BOUNDED if kind is BoundedTables else {"steps": STEPS, "deletes": deletes}
+        own = {BoundedTables: BOUNDED, PickyTables: PICKY}
+        options = own.get(kind, {"steps": STEPS, "deletes": deletes})
         cluster = kind(seed, Scenario(consistency=policy, **options))
         try:
             cluster.run()

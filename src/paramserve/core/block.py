@@ -16,12 +16,12 @@ from paramserve.core.delta_stream import POSITION, DeltaStream, Position
 from paramserve.core.partition import DTYPES, HALVES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory, aligned
-from paramserve.core.shard_storage import Keep, ShardStorage
+from paramserve.core.shard_storage import ShardStorage
 from paramserve.core.user_codecs import codec_of, why_not_pulled, why_not_pushed
 from paramserve.core.user_rules import Copies, guarded
 from paramserve.errors import Applied, DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch
 from paramserve.messages import ALIGN, VALUE, BlockSpec, Gradient, ReadTarget
-from paramserve.rules.base import Hyper, PushInfo, Rule
+from paramserve.rules.base import Hyper, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
 from paramserve.rules.registry import is_built_in
 
@@ -118,6 +118,34 @@ class InSixteenBits:
     def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
         """As `Placed.lying`, [elements on this shard]."""
         return self._block.part(self.dtype, whole, arena, offset)
+
+
+class BlockUpdate:
+    """An update by a rule that is not ours: computed on copies, and written once it is decided."""
+
+    def __init__(
+        self, block: ShardBlock, copies: Copies, runs: Sequence[Run], active: Sequence[int] | None
+    ) -> None:
+        self._block, self._copies = block, copies
+        self._runs, self._active = runs, active
+        self._counts = True
+
+    def leave_out(self, field: int, active: Sequence[int] | None, *, counts: bool) -> None:
+        """A field of some pieces, or all, was overwritten, maybe the counts, too: it stays so."""
+        for start, stop in self._block.ranges(active):
+            self._copies.leave_out(field, start, stop)
+        self._counts = self._counts and not counts
+
+    def __call__(self, out: Array | None = None) -> None:
+        block = self._block
+        if block.unsaved:
+            block.save()
+        block.revision += 1
+        self._copies.keep(self._runs)
+        if out is not None:
+            block.leave(out)
+        if self._counts:
+            block.count(self._active)
 
 
 @final
@@ -440,10 +468,10 @@ class ShardBlock(ShardStorage):
                 partly = "what lies before them was applied, the rest was not"
                 raise self._changed_since(push.worker, partly, "unknown") from error
             if out is not None and fused is None:
-                self._leave(out)
+                self.leave(out)
         self._pieces.count(active)
 
-    def _leave(self, out: Array) -> None:
+    def leave(self, out: Array) -> None:
         """Leave the values where a client reads them."""
         if self.half is None:
             np.copyto(out, self.value)
@@ -465,10 +493,10 @@ class ShardBlock(ShardStorage):
         active: Sequence[int] | None,
         hyper: Hyper | None,
         push: PushInfo,
-    ) -> Keep:
+    ) -> BlockUpdate:
         """Compute an update with a rule that is not ours, beside the values.
 
-        Good until the next `prepare`, and until values or state are overwritten.
+        Good until the next `prepare`; it has to leave out what is overwritten before it is kept.
 
         Raises:
             RuleFailed: the rule raised, or left what no update may leave. Nothing was applied.
@@ -486,17 +514,11 @@ class ShardBlock(ShardStorage):
             finite = copies.compute(self.rule, gradient, chosen, runs, push)
         if not finite:
             raise self._changed_since(push.worker, "the rule's update was left out")
+        return BlockUpdate(self, copies, runs, active)
 
-        def keep(out: Array | None = None) -> None:
-            if self.unsaved:
-                self.save()
-            self.revision += 1
-            copies.keep(runs)
-            if out is not None:
-                self._leave(out)
-            self._pieces.count(active)
-
-        return keep
+    def count(self, active: Sequence[int] | None) -> None:
+        """Count an update of some pieces, or all."""
+        self._pieces.count(active)
 
     def assign(
         self,

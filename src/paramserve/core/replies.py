@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.core.block import ShardBlock
+from paramserve.core.block import BlockUpdate, ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import Answer, Request
-from paramserve.core.table.block import KeyedBlock
+from paramserve.core.shard_storage import Keep
+from paramserve.core.table.block import KeyedBlock, RowUpdate
 from paramserve.core.table.parts import padded
 from paramserve.errors import (
     Applied,
@@ -258,7 +259,9 @@ def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
         raise _no_array(block)
     source = memory.at(message.arena, message.offset, block)
     block.assign(message.field, source, message.active, message.counts)
-    state.collect.prepared = None  # it was computed from what is overwritten now
+    update = _under_vote(state, block)
+    if isinstance(update, BlockUpdate):
+        update.leave_out(message.field, message.active, counts=message.counts is not None)
     return Answer(Done(message.seq, state.version))
 
 
@@ -266,8 +269,10 @@ def put(state: GroupState, message: Put, memory: Memory) -> Answer:
     """Overwrite or create whole rows of a table."""
     block = _table(state.block(message.block))
     block.clock = state.members.slowest
-    block.put(block.records(memory.get(message.arena), message, message.offset))
-    state.collect.prepared = None  # it was computed from what is overwritten now
+    keys = block.put(block.records(memory.get(message.arena), message, message.offset))
+    update = _under_vote(state, block)
+    if isinstance(update, RowUpdate):
+        update.leave_out(keys)
     return Answer(Done(message.seq, state.version))
 
 
@@ -279,8 +284,18 @@ def delete(state: GroupState, message: Delete, memory: Memory) -> Answer:
     removed = block.delete(keys)
     if block in state.collect.held:  # the clock may make any of these rows again
         block.hold(removed)
-    state.collect.prepared = None  # it was computed from what is removed now
+    update = _under_vote(state, block)
+    if isinstance(update, RowUpdate):
+        update.leave_out(keys)
     return Answer(Done(message.seq, state.version, counts=(removed,)))
+
+
+def _under_vote(state: GroupState, block: ShardBlock | KeyedBlock) -> Keep | None:
+    """The update of a block that a rule has computed for a clock under vote. What is overwritten or
+    removed meanwhile is ordered behind that clock: no rule runs again when it is decided, where it
+    might fail on this shard alone."""
+    prepared = state.collect.prepared
+    return None if prepared is None else prepared.keep.get(block.spec.block)
 
 
 def _no_array(block: KeyedBlock) -> ParamServeError:

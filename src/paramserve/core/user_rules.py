@@ -116,6 +116,11 @@ class Copies:
             self._gradient[run.start : run.stop] = gradient[run.start : run.stop]
         return self._gradient[:]
 
+    def leave_out(self, number: int, start: int, stop: int) -> None:
+        """Elements of the value (0) or a state stay as they are in the block."""
+        source = (self._value, *self._state)[number]
+        self._new[number][start:stop] = source[start:stop]
+
     def keep(self, runs: Sequence[Run]) -> None:
         """Copy the update of these runs to the block."""
         for old, new in zip((self._value, *self._state), self._new, strict=True):

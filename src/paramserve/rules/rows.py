@@ -257,6 +257,18 @@ class RowDraft:
             self._apply(rule)
         self._check(rule, view)
 
+    def choose(self, there: Array) -> None:
+        """Go on with some of the rows only.
+
+        Args:
+            there: bool [n], in the order of the rows that it was made from.
+        """
+        chosen = there[self._order]
+        self._order = (np.cumsum(there) - 1)[self._order[chosen]]
+        self._gradients, self._counts = self._gradients[chosen], self._counts[chosen]
+        self._values = self._values[chosen]
+        self._states = tuple(each[chosen] for each in self._states)
+
     def write(self, view: RowView) -> None:
         """Make the update the rows' values and state, and count it.
 

@@ -259,6 +259,21 @@ def test_prepared_update_changes_nothing_before_it_is_kept() -> None:
     assert (block.value.tolist(), out.tolist(), block.counts) == ([1.0, 1.0], [1.0, 1.0], [1])
 
 
+@pytest.mark.parametrize("counts", [None, (5, 7)])
+def test_prepared_update_leaves_out_what_is_overwritten_before_it_is_kept(counts: Any) -> None:
+    block = make((2,), (1,), rule=Shy())
+    keep = block.prepare(ones(block), None, None, PUSH)
+    block.assign(0, np.full(3, 9.0), (0,), counts)
+    keep.leave_out(0, (0,), counts=counts is not None)
+    block.assign(1, np.full(3, 4.0), None, None)
+    keep.leave_out(1, None, counts=False)
+    keep()
+    assert (block.value.tolist(), block.state[0].tolist()) == ([9.0, 9.0, 1.0], [4.0] * 3)
+    assert tuple(block.counts) == (counts if counts else (1, 1))
+    block.apply(ones(block), None, None, PUSH)
+    assert (block.value.tolist(), block.state[0].tolist()) == ([10.0, 10.0, 2.0], [5.0] * 3)
+
+
 @pytest.mark.parametrize("state", [(), (np.zeros(3),), (np.zeros(2, "f4"),), ([0.0, 0.0],)])
 def test_rule_whose_state_does_not_fit_cannot_start(state: Any) -> None:
     class Odd(Recorder):

@@ -40,6 +40,8 @@ class Plus(CustomRule):
 
     def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
         value += gradient
+        if (value >= 10).any():
+            raise ArithmeticError("too large")
 
 
 def rig(policy: Sync | None = None, shards: int = 2, **spec: Any) -> Rig:
@@ -127,12 +129,25 @@ def test_clock_that_was_reported_needs_no_more_memory(
     assert (committed(one), values(one)) == ([1, 1], ([2.0], [2.0]))
 
 
-def test_values_assigned_while_a_clock_is_decided_are_what_it_updates() -> None:
+def test_values_assigned_while_a_clock_is_under_vote_are_behind_it_and_no_rule_runs_again() -> None:
     one = rig(rule=Plus())
     one.join(9)
     both(one, A, 1.0)
     both(one, B, 2.0)
     assert [type(message) for _, message in one.wire] == [Vote], "shard 0 waits for it"
+    for shard in (0, 1):
+        one.send(9, Assign(0, 0, 0, 0, 0), shard, {0: gathered([np.array([10.0])])})
+    one.deliver()
+    assert values(one) == ([10.0], [10.0])
+    assert committed(one) == [1, 1]
+    assert all(isinstance(answer.message, Done) for _, _, answer in one.replies[-4:])
+
+
+def test_values_assigned_while_a_clock_is_under_vote_are_what_a_rule_of_ours_updates() -> None:
+    one = rig()
+    one.join(9)
+    both(one, A, 1.0)
+    both(one, B, 2.0)
     for shard in (0, 1):
         one.send(9, Assign(0, 0, 0, 0, 0), shard, {0: gathered([np.array([10.0])])})
     one.deliver()

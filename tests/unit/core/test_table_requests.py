@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from paramserve.consistency.built_in import Async, BoundedStaleness, LocalSteps,
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.replies import gathered
 from paramserve.core.request_memory import Memory
-from paramserve.core.table.options import LRU, Constant, TableOptions
+from paramserve.core.table.options import LRU, Constant, MinCount, TableOptions
 from paramserve.core.table.parts import (
     gradient_at,
     gradient_bytes,
@@ -422,37 +422,84 @@ def test_nothing_lies_anywhere_and_something_only_in_its_memory() -> None:
 class Plus(CustomRule):
     """A user's rule: its update is prepared before the clock is decided."""
 
+    runs: ClassVar[list[int]] = []
+
     def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None:
+        self.runs.append(push.clock)
         value += gradient
 
 
-def test_rows_put_while_a_clock_is_decided_are_what_it_updates() -> None:
-    load_table(Plus(), row_layout(Plus(), DIM, "float32"))
-    spec = table_spec(Plus(), policy=Sync(reduce="sum"))
-    one = rig(spec, shards=2, workers=1, rules={Plus.name: Plus})
-    one.join(9)
-    push(one, [7], shard=1)
-    assert one.wire, "shard 1 waits for shard 0"
-    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([7], 10.0)))
-    push(one, [], shard=0)
-    one.deliver()
-    assert rows_of(one, [7], 1) == [11.0]
-
-
-def test_rows_deleted_while_a_clock_is_decided_begin_anew_with_it() -> None:
-    """As one that is put then: what was prepared was computed from the row before."""
-    load_table(Plus(), row_layout(Plus(), DIM, "float32"))
-    spec = table_spec(Plus(), policy=Sync(reduce="sum"))
+def under_vote(rule: Rule, options: TableOptions = OPTIONS) -> Rig:
+    """Shard 1 has voted for a step of keys 7, 8 and 9, of which 7 and 8 have rows of 10.0."""
+    load_table(rule, row_layout(rule, DIM, "float32"))
+    spec = table_spec(rule, options, policy=Sync(reduce="sum"))
     one = rig(spec, shards=2, workers=1, rules={Plus.name: Plus})
     one.join(9)
     done(one.send(9, Put(0, 0, 2, -1, 0, 0), 1, pushed([7, 8], 10.0)))
-    push(one, [7], shard=1)
+    Plus.runs.clear()
+    push(one, [7, 8, 9], shard=1)
     assert one.wire, "shard 1 waits for shard 0"
-    assert done(one.send(9, Delete(0, 0, 2, 0, 0), 1, named([7, 8]))).counts == (2,)
+    return one
+
+
+def decide(one: Rig) -> None:
     push(one, [], shard=0)
     one.deliver()
-    assert rows_of(one, [7], 1) == [2.0]
-    assert contained(one, [7, 8], 1) == [1, 0]
+    assert [type(answer.message) for _, client, answer in one.replies[-2:]] == [Done, Done]
+
+
+@pytest.mark.parametrize("key", [7, 8, 9])
+def test_row_put_while_a_clock_is_under_vote_is_behind_it_and_no_rule_runs_again(key: int) -> None:
+    one = under_vote(Plus())
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([key], 50.0)))
+    decide(one)
+    expected = {7: 11.0, 8: 11.0, 9: 2.0} | {key: 50.0}
+    assert rows_of(one, [7, 8, 9], 1) == list(expected.values())
+    assert Plus.runs == [0]
+
+
+def test_rows_put_while_a_clock_is_under_vote_are_what_a_rule_of_ours_updates() -> None:
+    one = under_vote(ADD)
+    done(one.send(9, Put(0, 0, 2, -1, 0, 0), 1, pushed([7, 9], 50.0)))
+    decide(one)
+    assert rows_of(one, [7, 8, 9], 1) == [51.0, 11.0, 51.0]
+
+
+def test_rows_deleted_while_a_clock_is_under_vote_are_gone_and_no_rule_runs_again() -> None:
+    one = under_vote(Plus())
+    assert done(one.send(9, Delete(0, 0, 2, 0, 0), 1, named([7, 9]))).counts == (1,)
+    decide(one)
+    assert contained(one, [7, 8, 9], 1) == [0, 1, 0]
+    assert rows_of(one, [8], 1) == [11.0]
+    assert Plus.runs == [0]
+
+
+def test_rows_deleted_while_a_clock_is_under_vote_begin_anew_with_a_rule_of_ours() -> None:
+    one = under_vote(ADD)
+    assert done(one.send(9, Delete(0, 0, 1, 0, 0), 1, named([7]))).counts == (1,)
+    decide(one)
+    assert rows_of(one, [7, 8, 9], 1) == [2.0, 11.0, 2.0]
+
+
+def test_keys_that_a_clock_under_vote_does_not_admit_are_counted_beside_rows_put() -> None:
+    one = under_vote(Plus(), TableOptions(Constant(1.0), admit=MinCount(2)))
+    done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([7], 50.0)))
+    decide(one)
+    assert contained(one, [7, 8, 9], 1) == [1, 1, 0]
+    assert rows_of(one, [7, 8], 1) == [50.0, 11.0]
+    (report,) = one.shards[1].report()
+    assert report.table is not None
+    assert report.table.unadmitted == 1
+
+
+def test_rows_that_a_put_has_evicted_while_a_clock_is_under_vote_are_counted_anew() -> None:
+    one = under_vote(Plus(), TableOptions(Constant(1.0), evict=LRU(rows=6), admit=MinCount(2)))
+    done(one.send(9, Put(0, 0, 3, -1, 0, 0), 1, pushed([4, 5, 6], 50.0)))
+    block = one.shards[1].blocks[0]
+    assert block.contains(np.array([7, 8])).tolist() == [0, 0]
+    decide(one)
+    assert contained(one, [7, 8, 9], 1) == [0, 0, 0]
+    assert rows_of(one, [4, 5, 6], 1) == [50.0] * 3
 
 
 def test_rows_put_while_a_clock_is_decided_take_no_room_from_it() -> None:

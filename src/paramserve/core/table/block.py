@@ -7,6 +7,7 @@ with their gradients; a read names keys, and the places where their rows go.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast, final
 
 import numpy as np
@@ -65,6 +66,39 @@ class RowStates(Struct, frozen=True):
     """Elements of each."""
     counted: bool
     """Whether it has the count of its updates."""
+
+
+class RowUpdate:
+    """An update by a rule that is not ours: computed on copies, and written once it is decided.
+
+    Args:
+        keys: those of the gradient that have a row, or get one.
+        draft: of their rows; None: there are none.
+    """
+
+    def __init__(
+        self, block: KeyedBlock, gradient: RowGradient, keys: Array, draft: RowDraft | None
+    ) -> None:
+        self._block, self._gradient = block, gradient
+        self._keys, self._draft = keys, draft
+
+    def leave_out(self, keys: Array) -> None:
+        """These rows were overwritten or removed, and stay so."""
+        own, values = self._gradient
+        stay = np.isin(own, keys, invert=True)
+        self._gradient = RowGradient(own[stay], values[stay])
+
+    def __call__(self, out: Array | None = None) -> None:
+        assert out is None, "rows are read by `read`"
+        block = self._block
+        # Rows may lie elsewhere by now; one that was evicted in between is made again.
+        rows, keys, _, dropped = block.admitted(self._gradient, Purpose.PUSH)
+        block.unadmitted += dropped.size
+        if self._draft is None:
+            return
+        if keys.size < self._keys.size:
+            self._draft.choose(np.isin(self._keys, keys))
+        self._draft.write(block.store.view(rows, keys))
 
 
 @final
@@ -218,7 +252,7 @@ class KeyedBlock(ShardStorage):
         Raises:
             TableFull: there is none; nothing was changed.
         """
-        self._admitted(gradient, Purpose.DRAFT)
+        self.admitted(gradient, Purpose.DRAFT)
 
     def hold(self, removed: int = 0) -> None:
         """Keep the room for the rows of the update that was looked at last, until `release`; and
@@ -264,7 +298,7 @@ class KeyedBlock(ShardStorage):
         if self._drafts:
             self.prepare(gradient, active, hyper, push)()
             return
-        rows, keys, values, dropped = self._admitted(gradient, Purpose.PUSH)
+        rows, keys, values, dropped = self.admitted(gradient, Purpose.PUSH)
         self.unadmitted += dropped.size
         chosen = hyper if hyper is not None else self.hyper
         if keys.size and self._ours is not None:
@@ -273,7 +307,7 @@ class KeyedBlock(ShardStorage):
             assert self.rule is not None, "a table has one"
             apply_rows(self.rule, self.store.view(rows, keys), values, chosen, push)
 
-    def _admitted(
+    def admitted(
         self, gradient: RowGradient, purpose: Purpose
     ) -> tuple[Array, Array, Array, Array]:
         """Rows for the keys of a gradient, [m], their keys, and their gradients [m, dim]: without
@@ -295,34 +329,23 @@ class KeyedBlock(ShardStorage):
         push: PushInfo,
     ) -> Keep:
         """Make sure of an update without a change: there is room for its rows, and a rule that is
-        not ours has been run on copies.
-
-        Good until rows are overwritten.
+        not ours has been run on copies. Where rows are overwritten or removed before the update is
+        kept, one by a rule of ours comes behind that; one of another rule has to leave them out.
 
         Raises:
             As `apply`.
         """
         assert self.rule is not None, "a table has one"
-        rows, keys, values, _ = self._admitted(gradient, Purpose.DRAFT)
-        computed: RowDraft | None = None
-        if self._drafts and keys.size:
+        rows, keys, values, _ = self.admitted(gradient, Purpose.DRAFT)
+        if not self._drafts:
+            return partial(self.apply, gradient, active, hyper, push)
+        draft: RowDraft | None = None
+        if keys.size:
             chosen = hyper if hyper is not None else self.hyper
             with guarded(self._about("failed"), self.rule):
                 view = self.store.drafts(rows, keys)
-                computed = draft_rows(self.rule, view, values, chosen, push)
-
-        def keep(out: Array | None = None) -> None:
-            if not self._drafts:
-                self.apply(gradient, active, hyper, push, out)
-                return
-            assert out is None, "rows are read by `read`"
-            # Rows may lie elsewhere by now; one that was evicted in between begins anew.
-            rows, keys, _, dropped = self._admitted(gradient, Purpose.PUSH)
-            self.unadmitted += dropped.size
-            if computed is not None:
-                computed.write(self.store.view(rows, keys))
-
-        return keep
+                draft = draft_rows(self.rule, view, values, chosen, push)
+        return RowUpdate(self, gradient, keys, draft)
 
     # --- reads -----------------------------------------------------------------------------------
 
@@ -466,16 +489,16 @@ class KeyedBlock(ShardStorage):
             into.idle[:found] = self.store.idle(rows, self.clock)
         return found, after
 
-    def put(self, given: Records) -> None:
+    def put(self, given: Records) -> Array:
         """Overwrite rows, or create them; but not those that were last used before what the TTL
-        allows.
+        allows. The keys of the others.
 
         Raises:
             NonFinite: they hold what the table's rows cannot hold. TableFull: there is no room for
                 the new ones. In both cases nothing was changed.
         """
         if not given.keys.size:
-            return
+            return given.keys
         parts.check_records(given, self.spec)
         if given.idle is not None and self.store.is_past(given.idle).any():
             given = given.at(~self.store.is_past(given.idle))
@@ -483,6 +506,7 @@ class KeyedBlock(ShardStorage):
         self.store.write(taken.rows, given.values, given.state, given.counts)
         if given.idle is not None:
             self.store.set_idle(taken.rows, given.idle)
+        return given.keys
 
     # --- which rows are there --------------------------------------------------------------------
 
