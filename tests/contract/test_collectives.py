@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.client import collectives, timeouts
+from paramserve.client import collectives, irregular, timeouts
 from paramserve.config import Limits
 from paramserve.errors import (
     DefineTimeout,
@@ -405,3 +405,42 @@ def test_other_calls_on_another_rank_are_refused(make_cluster: MakeCluster) -> N
     told = "".join(Ranks(make_cluster(workers=2), train).start(0, 1).end().values())
     assert "worker.barrier()" in told
     assert "worker.all_reduce(op='mean') with a number" in told
+
+
+@pytest.mark.filterwarnings("ignore:.* ended without rank 1, which was started again")
+def test_restarted_rank_gets_its_results_behind_passes_that_are_known_by_their_sums(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At which of their steps it made its calls is not known: it gets them in order."""
+    monkeypatch.setattr(irregular, "RUNS_MAX", 2)
+    epochs = 12
+
+    def training(clock: int) -> Callable[[ps.Worker], list[float]]:
+        def train(worker: ps.Worker) -> list[float]:
+            client = worker.client
+            client.define("w", np.zeros(2), rule=ps.Add())
+            worker.barrier()
+            data = TensorDataset(torch.arange(16))
+            loader = worker.loader(data, batch_size=2, shuffle=False)
+            found = []
+            for epoch in range(epochs):
+                for (batch,) in loader:
+                    if (int(batch[0]) // 4 + epoch) % 3 == 0:
+                        continue
+                    if (worker.rank, worker.incarnation, worker.clock) == (1, 1, clock):
+                        client.drain()
+                        raise Killed
+                    client.push_pull({"w": np.ones(2)}, tick=True)
+                found += [worker.all_reduce(float(epoch)), worker.all_reduce(epoch, "sum")]
+            return found
+
+        return train
+
+    for clock in (9, 20, 28):
+        ranks = Ranks(
+            make_cluster(workers=2, restarts=True, policy=ps.Async()), training(clock)
+        ).start(0, 1)
+        found = ranks.end()
+        assert found[1] == found[0]
+        assert found[0][::2] == [float(epoch) for epoch in range(epochs)]
+        assert ranks.restarts == [1]

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from paramserve.client.irregular import Extent, Irregular, IrregularPasses
 from paramserve.client.saving import RANDOM
+from paramserve.errors import warn_user
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker
 
-SHAPES, PASSES = "shapes of loaders", "passes"
-"""What a worker saves of its loaders, and of passes with batches that were in no step."""
+SHAPES = "shapes of loaders"
+"""What a worker saves of its loaders."""
+TOLD = PASSES, UNDER_WAY = "passes", "passes under way"
+"""What it saves of passes with batches that were in no step."""
+INEXACT = (
+    "it may make other steps than before, or with other samples. To fix: take steps=n of "
+    "worker.loader in place of break, and one loader for all rounds"
+)
+SHAPES_MAX = 64
+"""Loaders' shapes that are saved. Behind steps with more of them no shape is refused."""
 
 
 class Shape(NamedTuple):
@@ -45,6 +55,7 @@ class Epochs:
         passes: that were begun and count for restarts, with those that were left out.
         stepped: whether steps were made in a pass.
         number: of these loaders among the worker's, in the order of their first passes; -1: none.
+        summed: steps left out so far of passes that are known by their sums.
     """
 
     def __init__(self) -> None:
@@ -53,23 +64,7 @@ class Epochs:
         self.passes = 0
         self.stepped = False
         self.number = -1
-
-
-class Irregular(msgspec.Struct, frozen=True, array_like=True):
-    """Passes over one loader, one after the other, with batches that were in no step."""
-
-    first: int
-    """Number of the first of them."""
-    passes: int
-    skipped: int
-    """Batches of each pass that were in no step, those behind its end included."""
-    end: int
-    """Batches after which the loop was left; 0: it was not."""
-    epochs: int
-    """Epochs that each pass has begun, where it was left."""
-
-
-REGULAR = Irregular(0, 1, 0, 0, 0)
+        self.summed = 0
 
 
 class Course:
@@ -86,12 +81,15 @@ class Course:
         self._counted: set[str] = set()
         """Groups that the worker stepped on when a loader asked."""
         self._loaders = 0
-        self._irregular: dict[int, list[Irregular]] | None = None
-        """By the number of the loaders; None: the servers were not asked."""
-        self._stepped: set[int] = set()
-        """Numbers of loaders in whose passes steps were made."""
+        self._irregular: IrregularPasses | None = None
+        """None: the servers were not asked."""
+        self._inexact = False
+        """Whether it was said that sums do not tell enough."""
+        self._trained = 0
+        """Loaders that passes with gradients on were begun over."""
+        self._ahead = 0
+        """Steps that were left out with the first of the passes that are known by their sums."""
         self._active: list[Pass] = []
-        self._saved = b""
         self.late = 0
         self._missed: dict[str, int] | None = None
         """By group: clocks that `late` knows of; None: no pass has begun."""
@@ -112,14 +110,24 @@ class Course:
         ones before, as for a second phase of the training, its own steps begin to count.
         """
         self._worker.client.steps.clock_read = True
-        return self.look_left()
+        return self._look_left()
 
     @steps_left.setter
     def steps_left(self, steps: int) -> None:
         self._steps_left = steps
 
+    @property
+    def between_sums(self) -> bool:
+        """Whether the program is at passes that are known by their sums, so that how many of their
+        steps it has gone through is not known."""
+        return self._ahead > 0
+
     def look_left(self) -> int:
-        """`steps_left`, for a caller that leaves none out."""
+        """`steps_left`, for a caller that leaves none out; of passes that are known by their sums
+        all steps are left until the last one is left out."""
+        return self._look_left() + self._ahead
+
+    def _look_left(self) -> int:
         worker = self._worker
         if self._steps_left is None:
             clock = worker.client.steps.clocks.get(worker.groups[0], 0)
@@ -147,7 +155,7 @@ class Course:
         known = self._shapes_before()
         if not known and client.saving.older(RANDOM) is None:
             return  # the rank had died before its first step: the others made these
-        if shape not in known:
+        if shape not in known and len(known) < SHAPES_MAX:
             those = " and ".join(each.in_words for each in known)
             if not known:
                 those = 'batches of another kind, as of shards="dynamic"'
@@ -164,7 +172,7 @@ class Course:
         client = self._worker.client
         if client.connection.restarts:
             known = _shapes(client.saving.kept(SHAPES))
-            if shape not in known:
+            if shape not in known and len(known) < SHAPES_MAX:
                 client.saving.keep(SHAPES, msgspec.msgpack.encode([*known, shape]))
 
     @property
@@ -179,134 +187,161 @@ class Course:
 
     # --- passes -----------------------------------------------------------------------------------
 
-    def begin(
-        self, epochs: Epochs, length: int, per_step: int, *, resume: bool, trains: bool
-    ) -> Pass:
+    def begin(self, epochs: Epochs, extent: Extent, *, resume: bool, trains: bool) -> Pass:
         """A pass begins: behind what older incarnations have done, and what the others have decided
         without this worker.
 
         Args:
             epochs: of the loader.
-            length: batches of the whole pass.
-            per_step: batches of one step.
             resume: whether it counts for restarts.
             trains: whether it may be stepped with, as gradients are on.
         """
-        found = Pass(self, epochs, length, per_step, trains=resume and trains)
+        found = Pass(self, epochs, extent, trains=resume and trains)
         if resume:
-            runs = self._runs(epochs)
+            irregular = self._known(epochs)
             found.number = epochs.passes
+            self._trained += trains and not found.number
             epochs.passes += 1
             # With gradients off it is an evaluation, unless steps were made in such a pass.
-            counts = trains or runs or epochs.number in self._stepped
-            if counts and (left := self.steps_left):
+            counts = trains or epochs.number in irregular
+            if counts and ((left := self.steps_left) or self._ahead):
                 self._go_on(found, epochs, left)
             self._active.append(found)
-            self._save()
+            self._save(irregular)
         found.leave_out_late()
         return found
 
     def _go_on(self, found: Pass, epochs: Epochs, left: int) -> None:
         """Where a pass begins of whose steps older incarnations have made some."""
-        known = self.irregular(epochs, found.number)
-        usual = self._usual(epochs, found.number)
-        if usual.skipped >= found.length:  # an evaluation
-            known = usual
-        steps = min(left, (found.length - known.skipped) // found.per_step)
-        self.steps_left = left - steps
-        if self.steps_left:
-            found.start, found.epochs = found.length, known.epochs
+        record, extent = self._known(epochs).of(epochs.number), found.extent
+        if found.number < record.passes:
+            self.steps_left = left - self._leave_out_summed(epochs, found.number + 1)
+            last = found.number + 1 == record.passes
+            found.start, found.epochs = extent.length, record.epochs if last else 0
             return
-        found.start = steps * found.per_step + known.skipped
+        known, usual = record.find(found.number), record.usual(found.number)
+        if usual.skipped >= extent.length:  # an evaluation
+            known = usual
+        steps = min(left, known.steps(extent))
+        self.steps_left = left - steps
+        found.epochs = known.epochs or extent.epochs
+        if self.steps_left or self._ahead:
+            found.start = extent.length
+            self._check_sums(exact=steps == known.steps(extent))
+            return
+        found.start = steps * extent.per_step + known.skipped
         if known.end == 0:
             found.skipped = known.skipped
         if usual.end:  # the program's count of the batches begins anew, and would not end it there
             found.end, found.epochs = max(usual.end, found.start), usual.epochs
 
-    def whole_passes(
-        self, epochs: Epochs, length: int, per_step: int, most: int
-    ) -> tuple[int, int, list[int]]:
+    def whole_passes(self, epochs: Epochs, extent: Extent, most: int) -> tuple[int, int, int]:
         """The next passes over a loader whose steps older incarnations have made: how many, their
-        steps, and the epochs that each of them has begun (0: all of a whole pass).
+        steps, and the epochs that they have begun.
 
         Args:
             most: passes that are to come.
         """
-        steps, begun, left = 0, list[int](), self.steps_left
-        while left and len(begun) < most:
-            number = epochs.passes + len(begun)
-            known = self.irregular(epochs, number)
-            if not known.skipped and (usual := self._usual(epochs, number)).end:
+        left, record = self.steps_left, self._known(epochs).of(epochs.number)
+        passes = steps = begun = 0
+        if (left or self._ahead) and epochs.passes < record.passes:
+            passes = min(record.passes - epochs.passes, most)
+            steps = min(record.steps - epochs.summed, left)
+            begun = record.epochs if epochs.passes + passes == record.passes else 0
+        while left > steps and passes < most:
+            number = epochs.passes + passes
+            known = record.find(number)
+            if not known.skipped and (usual := record.usual(number)).end:
                 known = usual
-            made = _steps(known, length, per_step)
-            if left < made or not (made or known.skipped):
+            made = known.steps(extent)
+            if left - steps < made or not (made or known.skipped):
                 break
-            left, steps = left - made, steps + made
-            begun.append(known.epochs)
-        return len(begun), steps, begun
+            passes, steps = passes + 1, steps + made
+            begun += known.epochs or extent.epochs
+        return passes, steps, begun
 
-    def irregular(self, epochs: Epochs, number: int) -> Irregular:
-        """What is known of a pass over a loader."""
-        for each in self._runs(epochs):
-            if 0 <= number - each.first < each.passes:
-                return each
-        return REGULAR
+    def leave_out(self, epochs: Epochs, passes: int, steps: int) -> None:
+        """Begin behind the next whole passes over a loader, with their steps."""
+        left = self.steps_left
+        self._trained += bool(passes) and not epochs.passes
+        if epochs.passes < self._known(epochs).of(epochs.number).passes:
+            self._leave_out_summed(epochs, epochs.passes + passes)
+        self.steps_left = left - steps
+        epochs.passes += passes
 
-    def _usual(self, epochs: Epochs, number: int) -> Irregular:
-        """What all passes before this one were alike in."""
-        runs = self._runs(epochs)
-        alike = runs and runs[0].first == 0 and runs[0].passes >= number > 0
-        return runs[0] if alike else REGULAR
+    def _leave_out_summed(self, epochs: Epochs, behind: int) -> int:
+        """Leave out passes that are known by their sums; how many steps.
 
-    def _runs(self, epochs: Epochs) -> list[Irregular]:
+        These are those of all of them, as far as they are left: where optimizers follow each other,
+        those of the next one are left when it is adopted, and those of this one may be of passes
+        over another loader.
+
+        Args:
+            behind: the pass where the program goes on.
+        """
+        record = self._known(epochs).of(epochs.number)
+        steps = min(record.steps - epochs.summed, self.steps_left)
+        epochs.summed += steps
+        self._ahead += steps
+        if behind >= record.passes:
+            self._ahead -= epochs.summed
+        self._check_sums(exact=epochs.summed == record.steps or self._trained == 1)
+        return steps
+
+    def _check_sums(self, *, exact: bool) -> None:
+        """Say once where sums do not tell in which passes steps were made, because optimizers
+        followed each other while there were several loaders."""
+        if not (exact or self._inexact):
+            self._inexact = True
+            warn_user(
+                f"rank {self._worker.rank} goes on behind passes over several loaders with batches "
+                "that were in no step: of the older passes only the sums are known, and optimizers "
+                f"followed each other in them: {INEXACT}"
+            )
+
+    def _known(self, epochs: Epochs) -> IrregularPasses:
+        """The passes that are known, once the loader has its number."""
         if epochs.number < 0:
             epochs.number = self._loaders
             self._loaders += 1
         if self._irregular is None:
-            again = self._worker.incarnation > 1
-            packed = self._worker.client.saving.kept(PASSES) if again else b""
-            kind = dict[int, list[Irregular]]
-            self._irregular = msgspec.msgpack.decode(packed, type=kind) if packed else {}
-            self._stepped.update(self._irregular)
-        return self._irregular.setdefault(epochs.number, [])
+            worker = self._worker
+            again = worker.incarnation > 1
+            told = [worker.client.saving.kept(each) if again else b"" for each in TOLD]
+            self._irregular = IrregularPasses(*told)
+            if self._irregular.forgotten:
+                warn_user(
+                    f"rank {worker.rank} goes on behind loops over more loaders than are known one "
+                    f"by one: of {self._irregular.forgotten} with batches that were in no step all "
+                    f"batches count as done, so that {INEXACT}"
+                )
+        return self._irregular
 
-    def stepped(self, epochs: Epochs) -> None:
+    def stepped(self, which: Pass, epochs: Epochs) -> None:
         """A step was made in a pass."""
         epochs.stepped = True
-        self._stepped.add(epochs.number)
+        if which.number >= 0 and not which.trains:
+            self._known(epochs).step_without_gradients(epochs.number)
 
     def ended(self, which: Pass, epochs: Epochs, known: Irregular) -> None:
         """A pass has ended, or its loop was left."""
         if which in self._active:
             self._active.remove(which)
             if known.skipped:
-                _add(self._runs(epochs), known)
+                trains = which.trains or epochs.stepped
+                self._known(epochs).add(epochs.number, known, which.extent, trains=trains)
 
-    def _save(self) -> None:
+    def _save(self, irregular: IrregularPasses) -> None:
         """Tell of irregular passes with the steps, where a later incarnation may follow."""
+
+        def under_way() -> bytes | None:
+            active = ((each.epochs_of.number, each.so_far) for each in self._active if each.skipped)
+            return irregular.pack_under_way(active)
+
         client = self._worker.client
         if client.connection.restarts and not client.saving.asks(PASSES):
-            client.saving.ask(PASSES, self._packed)
-
-    def _packed(self) -> bytes | None:
-        """What has changed since the step before; None: nothing. Asked in each step."""
-        if self._irregular is None:
-            return None
-        told = {
-            number: [*runs]
-            for number, runs in self._irregular.items()
-            if runs or number in self._stepped
-        }
-        for each in [*self._active]:
-            if each.skipped:
-                _add(told.setdefault(each.epochs_of.number, []), each.so_far)
-        if not told and not self._saved:
-            return None
-        packed = msgspec.msgpack.encode(told)
-        if packed == self._saved:
-            return None
-        self._saved = packed
-        return packed
+            client.saving.ask(PASSES, irregular.pack)
+            client.saving.ask(UNDER_WAY, under_way)
 
     # --- clocks that went on without this worker --------------------------------------------------
 
@@ -349,21 +384,19 @@ class Pass:
     Attributes:
         start: batches at its beginning that are left out.
         end: batch before which it ends.
-        epochs: that a pass which is left out has begun; 0: all.
+        epochs: that a pass which is left out has begun.
         number: of those over this loader that count for restarts; -1: it does not.
         skipped: batches so far that were in no step.
     """
 
-    def __init__(
-        self, course: Course, epochs: Epochs, length: int, per_step: int, *, trains: bool
-    ) -> None:
-        self.length, self.per_step = length, per_step
-        self.start, self.end, self.epochs = 0, length, 0
+    def __init__(self, course: Course, epochs: Epochs, extent: Extent, *, trains: bool) -> None:
+        self.extent = extent
+        self.start, self.end, self.epochs = 0, extent.length, extent.epochs
         self.number = -1
         self.skipped = 0
         self.epochs_of = epochs
         self._course = course
-        self._trains = trains
+        self.trains = trains
         self._at = course.look()
         self._pending = 0
         """Batches that the training function has got since the last step."""
@@ -382,14 +415,14 @@ class Pass:
         batches for them."""
         if not self._may_be_late:
             return
-        clocks = max(min(self._course.late, (self.end - self.start) // self.per_step), 0)
+        clocks = max(min(self._course.late, (self.end - self.start) // self.extent.per_step), 0)
         self._course.late -= clocks
-        self.start += clocks * self.per_step
+        self.start += clocks * self.extent.per_step
 
     @property
     def _may_be_late(self) -> bool:
         """Whether clocks that were missed have batches of this pass; an evaluation goes on."""
-        return self._trains or self.epochs_of.stepped
+        return self.trains or self.epochs_of.stepped
 
     def takes(self, number: int) -> bool:
         """Whether the training function gets this batch; else a clock that was missed has it.
@@ -398,11 +431,11 @@ class Pass:
             number: of the batch in this pass.
         """
         self._look()
-        left = self.length - number
+        left = self.extent.length - number
         late = self._course.late and self._may_be_late
-        if late and not self._leaving and left >= self.per_step:
+        if late and not self._leaving and left >= self.extent.per_step:
             self._course.late -= 1
-            self._leaving = self.per_step
+            self._leaving = self.extent.per_step
         self._taken = number + 1
         if self._leaving:
             self._leaving -= 1
@@ -415,8 +448,8 @@ class Pass:
         at = self._course.look()
         if at != self._at:
             self._at, self._pending = at, 0
-            self._course.stepped(self.epochs_of)
-        elif self._pending >= self.per_step:
+            self._course.stepped(self, self.epochs_of)
+        elif self._pending >= self.extent.per_step:
             self._pending -= 1
             self.skipped += 1
             return True
@@ -432,30 +465,10 @@ class Pass:
             return
         unused = self._look()
         taken = self._taken if self._taken >= 0 else self.start
-        known = replace(self.so_far, skipped=self.skipped + self.length - taken)
-        if taken < self.length:
+        known = replace(self.so_far, skipped=self.skipped + self.extent.length - taken)
+        if taken < self.extent.length:
             known = replace(known, end=taken - unused, epochs=epochs)
         self._course.ended(self, self.epochs_of, known)
-
-
-def _steps(known: Irregular, length: int, per_step: int) -> int:
-    return (length - known.skipped) // per_step
-
-
-def _add(runs: list[Irregular], known: Irregular) -> None:
-    """Put a pass behind those before it; what was known of this one, or of later ones, goes."""
-    while runs and runs[-1].first >= known.first:
-        runs.pop()
-    if runs:
-        last = runs[-1]
-        before = min(last.passes, known.first - last.first)
-        runs[-1] = replace(last, passes=before)
-        if replace(known, first=last.first, passes=before) == runs[-1] and (
-            last.first + before == known.first
-        ):
-            runs[-1] = replace(last, passes=before + 1)
-            return
-    runs.append(known)
 
 
 def _shapes(packed: bytes | None) -> list[Shape]:

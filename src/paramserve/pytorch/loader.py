@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from paramserve.client.company import all_have_stopped
 from paramserve.client.course import Epochs, Shape
+from paramserve.client.irregular import Extent
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     KeysOf,
@@ -227,9 +228,7 @@ class Loader:
         if self._resume:
             course.check(self._shape)
             before, most = course.steps_left, max(epochs - start, 0)
-            done, steps, begun = course.whole_passes(
-                self._epochs, self._length, self._per_step, most
-            )
+            done, steps, begun = course.whole_passes(self._epochs, self._extent, most)
             if done and before == steps and not worker.returned_before:
                 group, left = worker.groups[0], epochs - start - done
                 clock = worker.client.steps.resumed.get(group, 0)
@@ -237,15 +236,13 @@ class Loader:
                     worker.notices.others_have_stopped(start + done - 1)
                     return iter(())
                 worker.notices.behind_epoch(start + done - 1)
-            course.steps_left = before - steps
-            self._epochs.passes += done
-            self._epochs.next += sum(each or self._epochs_of_pass for each in begun)
+            course.leave_out(self._epochs, done, steps)
+            self._epochs.next += begun
         return loop(worker, start, done, epochs)
 
     @property
-    def _epochs_of_pass(self) -> int:
-        """That a whole pass begins."""
-        return -(-self._length // len(self._batches))
+    def _extent(self) -> Extent:
+        return Extent(self._length, self._per_step, -(-self._length // len(self._batches)))
 
     def __iter__(self) -> Iterator[Any]:
         worker, trains = self._worker, torch.is_grad_enabled()
@@ -260,13 +257,10 @@ class Loader:
                 course.remember(self._shape)
             else:
                 worker.client.steps.clock_read = True  # its user has said that it begins anew
-        present = course.begin(
-            self._epochs, self._length, self._per_step, resume=self._resume, trains=trains
-        )
+        present = course.begin(self._epochs, self._extent, resume=self._resume, trains=trains)
         if present.start >= present.end:
-            begun = present.epochs or self._epochs_of_pass
-            present.close(begun)
-            self._epochs.next += begun
+            present.close(present.epochs)
+            self._epochs.next += present.epochs
             return
         epochs, first = divmod(present.start, len(self._batches))
         begun = self._epochs.next

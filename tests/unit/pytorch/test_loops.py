@@ -4,17 +4,22 @@ decide clocks without this rank. Counted are samples and clocks, on servers in m
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paramserve.client.course import Course
+from paramserve.client.course import SHAPES, SHAPES_MAX, Course
+from paramserve.client.irregular import LOADERS_MAX, RUNS_MAX
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import RANDOM
+from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load
 
 SIZE, BATCH, EPOCHS = 40, 4, 4
@@ -35,14 +40,23 @@ class Servers:
         missed: by the number of a step that was made, the clocks that are decided without the rank
             while it is on its way.
         dies_at: clock before whose step the rank ends, once.
+        begins: groups that are stepped on one after the other, and the clock of the run at which
+            each begins.
     """
 
-    def __init__(self, missed: dict[int, int] | None = None, dies_at: int = -1) -> None:
+    def __init__(
+        self,
+        missed: dict[int, int] | None = None,
+        dies_at: int = -1,
+        begins: dict[str, int] | None = None,
+    ) -> None:
         self.clock = 0
         self.saved: dict[str, bytes] = {}
         self.made: Made = []
         self.missed = missed if missed is not None else {}
         self.dies_at = dies_at
+        self.dies_next: list[int] = []
+        self.begins = begins if begins is not None else {"model": 0}
         self.incarnation = 0
         self.collectives = 0
 
@@ -50,8 +64,8 @@ class Servers:
         self.incarnation += 1
         again = self.incarnation > 1
         steps = SimpleNamespace(
-            clocks={"model": self.clock} if again else {},
-            resumed={"model": self.clock} if again else {},
+            clocks=self.clocks() if again else {},
+            resumed=self.clocks() if again else {},
             missed_by={},
             loop=LoopProgress(),
             clock_read=False,
@@ -84,16 +98,24 @@ class Servers:
         made.step = lambda sample: self.step(made, sample)
         return made
 
+    def clocks(self) -> dict[str, int]:
+        """By group, where one steps after the other."""
+        ends = [*[*self.begins.values()][1:], self.clock]
+        return {
+            group: max(min(end, self.clock) - begin, 0)
+            for (group, begin), end in zip(self.begins.items(), ends, strict=True)
+        }
+
     def step(self, worker: Any, sample: int) -> None:
         clocks, saving = worker.client.steps.clocks, worker.client.saving
         if self.clock == self.dies_at:
-            self.dies_at = -1
+            self.dies_at = self.dies_next.pop(0) if self.dies_next else -1
             raise Killed
         self.made.append((self.clock, sample))
         self.saved = saving.due()
         missed = self.missed.get(len(self.made), 0)
         self.clock += 1 + missed
-        clocks["model"] = self.clock
+        clocks |= self.clocks()
         if missed:
             worker.client.steps.missed_by["model"] = (
                 worker.client.steps.missed_by.get("model", 0) + missed
@@ -295,6 +317,159 @@ def test_restart_in_a_first_pass_that_would_have_been_left_goes_on_in_it() -> No
     assert [sample for _, sample in found[-9:]] == [sample for _, sample in whole[-9:]]
 
 
+# --- many passes, each with other batches that were in no step ------------------------------------
+
+MANY = 300
+"""Passes over a loader, of which few are known one by one."""
+
+
+def is_bad(epoch: int, number: int) -> bool:
+    return random.Random(7 * epoch + number).random() < 0.4
+
+
+def left_out_by_place(form: str) -> Any:
+    """Steps that depend on epoch and batch alone, so that a program that begins again makes the
+    same ones."""
+
+    def of_epoch(loader: Any, epoch: int) -> Iterator[int]:
+        for (batch,) in loader:
+            if not is_bad(epoch, int(batch[0])):
+                yield int(batch[0])
+
+    def loop(worker: Any, dataset: Any, **options: Any) -> Iterator[int]:
+        loader = load(worker, dataset, **options)
+        other = load(worker, dataset, shuffle=False, **options)
+        evaluation = load(worker, data(16), batch_size=4)
+        epochs = loader.epochs(MANY) if form == "epochs" else range(MANY)
+        for epoch in epochs:
+            yield from of_epoch(loader, epoch)
+            if form == "in turn" and epoch % 3 == 0:
+                yield from of_epoch(other, epoch)
+            if form == "evaluated":
+                with torch.no_grad():
+                    next(islice(evaluation, epoch % 3, None), None)
+
+    return loop
+
+
+MANY_CLOCKS = (1, 10, 400, 600, 780)
+
+
+@pytest.mark.parametrize("form", ["range", "epochs", "in turn", "evaluated"])
+def test_restart_behind_many_irregular_passes(form: str) -> None:
+    loop = left_out_by_place(form)
+    whole = run(Servers(), loop)
+    assert len(whole) > MANY_CLOCKS[-1]
+    for clock in MANY_CLOCKS:
+        assert run(Servers(dies_at=clock), loop) == whole, clock
+    often = Servers(dies_at=MANY_CLOCKS[0])
+    often.dies_next = [*MANY_CLOCKS[1:]]
+    assert run(often, loop) == whole
+
+
+def phases(*, other: bool) -> Any:
+    """A second optimizer takes over; there may be another loader, for an epoch now and then."""
+
+    def loop(worker: Any, dataset: Any, **options: Any) -> Iterator[int]:
+        loader = load(worker, dataset, **options)
+        rest = load(worker, dataset, shuffle=False, **options)
+        for epoch in range(MANY):
+            if epoch == 200:
+                worker.groups, worker.ended = ("model", "second"), {"model"}
+            for (batch,) in loader:
+                if not is_bad(epoch, int(batch[0])):
+                    yield int(batch[0])
+            if other and epoch % 20 == 0:
+                for (batch,) in rest:
+                    yield int(batch[0])
+
+    return loop
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["", "another loader"])
+def test_optimizer_that_takes_over_behind_many_irregular_passes(other: bool) -> None:
+    """The first one's steps are left out before the second one is adopted. Whose steps these are is
+    not known where sums are of both, and beside another loader that is said."""
+    first = sum(not is_bad(epoch, each) for epoch in range(200) for each in first_samples(epoch))
+    first += 10 * OF_EPOCH if other else 0
+    begins = {"model": 0, "second": first}
+    whole = run(Servers(begins=begins), phases(other=other))
+    inexact = 0
+    for clock in (3, 300, first, first + 50, len(whole) - 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = run(Servers(dies_at=clock, begins=begins), phases(other=other))
+        told = [str(each.message) for each in caught]
+        assert found == whole or told, clock
+        inexact += len(told)
+        assert all("optimizers followed each other in them" in each for each in told)
+    assert (inexact > 0) == other
+
+
+def first_samples(epoch: int) -> list[int]:
+    """Of this rank's batches in an epoch."""
+    rows = order(SIZE, 3, epoch)[1 : SIZE // 2 * 2 : 2]
+    return [int(each) for each in rows[: OF_EPOCH * BATCH : BATCH]]
+
+
+def test_many_irregular_passes_take_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has not changed since the step before is not encoded: a step in a pass encodes what is
+    new in this one, the first step of the next pass what a bound allows."""
+    encoded = list[int]()
+    encode = msgspec.msgpack.encode
+
+    def count(value: Any) -> bytes:
+        packed = encode(value)
+        encoded.append(len(packed))
+        return packed
+
+    servers = Servers()
+    worker, of_step, of_regular = servers.worker(), list[int](), list[int]()
+    loader = load(worker, data(SIZE), batch_size=BATCH)
+    monkeypatch.setattr(msgspec.msgpack, "encode", count)
+    for epoch in range(2_000):
+        for number, (batch,) in enumerate(loader):
+            if number == OF_EPOCH - 1 - epoch % 3:
+                break
+            del encoded[:]
+            worker.step(int(batch[0]))
+            (of_regular if number else of_step).append(sum(encoded))
+    assert not any(of_regular)
+    assert 0 < max(of_step[1:]) < 16 * RUNS_MAX
+    assert sum(len(each) for each in servers.saved.values()) < 16 * RUNS_MAX
+
+
+def test_many_loaders_with_irregular_passes_are_forgotten_with_a_warning() -> None:
+    """Evaluations too, which are made anew."""
+
+    def days(worker: Any, count: int, *, trains: bool) -> None:
+        worker.kept = [data(8 * (2 + day % 5)) for day in range(count)]
+        for day, dataset in enumerate(worker.kept):
+            with torch.set_grad_enabled(trains):
+                for (batch,) in load(worker, dataset, batch_size=BATCH):
+                    if trains:
+                        worker.step(int(batch[0]))
+                        break
+            assert day == 0 or sum(map(len, worker.client.saving.due().values())) < 32 * LOADERS_MAX
+
+    for trains, count in ((True, LOADERS_MAX), (False, 3 * LOADERS_MAX), (True, LOADERS_MAX + 5)):
+        servers = Servers()
+        worker = servers.worker()
+        days(worker, count, trains=trains)
+        worker.step(0)
+        again = servers.worker()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            next(iter(load(again, data(SIZE), batch_size=BATCH)), None)
+        told = [str(each.message) for each in caught]
+        if trains and count > LOADERS_MAX:
+            assert len(told) == 1
+            assert "rank 1 goes on behind loops over more loaders" in told[0]
+            assert "of 5 with batches that were in no step" in told[0]
+        else:
+            assert not told
+
+
 # --- clocks that are decided without the rank -----------------------------------------------------
 
 
@@ -358,6 +533,23 @@ def test_resume_with_other_arguments_is_refused(form: str, shards: str, change: 
         with pytest.raises(ValueError, match=r"40 samples in batches of 4, and this loader has"):
             next(loop)
         assert part.clock == clock
+
+
+@pytest.mark.parametrize("shapes", [2, SHAPES_MAX, 3 * SHAPES_MAX])
+def test_shapes_of_many_loaders_take_few_bytes(shapes: int) -> None:
+    """And where not all are known, none is refused."""
+    servers = Servers()
+    worker = servers.worker()
+    for number in range(shapes):
+        for (batch,) in load(worker, data(8 + 8 * number), batch_size=BATCH, steps=1):
+            worker.step(int(batch[0]))
+    assert len(servers.saved[SHAPES]) < 8 * SHAPES_MAX
+    loop = load(servers.worker(before=2), data(7), batch_size=2)
+    if shapes < SHAPES_MAX:
+        with pytest.raises(ValueError, match="8 samples in batches of 4 and 16 samples in batches"):
+            next(iter(loop))
+    else:
+        list(loop)
 
 
 def _until(servers: Servers, form: str, clock: int, shards: str) -> None:
