@@ -23,6 +23,8 @@ FOR_TEST := $(VENV)/.for-test
 FOR_DOCS := $(VENV)/.for-docs
 DOCS := $(VENV)/docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
+PLAN := packages/plan
+SOURCES := src $(PLAN)/src
 
 # `make test` runs what is not marked slow. Two processes share the files, the longest first, so that
 # both end at the same time; Ray is in one file of them. `make test-all` runs everything in three turns: the tests that start Ray
@@ -61,9 +63,11 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e ".[examples]" $(TORCH)
 	@touch $@
 
-$(FOR_TEST): $(FOR_DEMO)
+# Distributions of this repository that need each other are given to pip together: it then looks for
+# none of them in an index.
+$(FOR_TEST): $(FOR_DEMO) $(PLAN)/pyproject.toml $(PLAN)/hatch_build.py
 	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
-	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,tls]" $(TORCH)
+	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,tls,plan]" -e $(PLAN) $(TORCH)
 	@touch $@
 
 # mkdocs has an environment of its own, so that what the tests run with does not depend on it.
@@ -80,7 +84,7 @@ demo: $(FOR_DEMO)
 lint: $(FOR_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict $(SOURCES)
 	$(BIN)/lint-imports --no-logo
 
 test: lint
@@ -109,4 +113,4 @@ release-check: $(FOR_TEST)
 clean:
 	rm -rf $(VENV) runs build dist src/*.egg-info \
 		.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + || true
+	find $(SOURCES) tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + || true

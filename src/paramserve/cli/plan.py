@@ -17,8 +17,8 @@ from paramserve.consistency.base import Policy
 from paramserve.core.user_codecs import why_not_pulled, why_not_pushed
 
 if TYPE_CHECKING:
-    from paramserve.planning.setting import Setting
-    from paramserve.planning.show import Row
+    from paramserve_plan.setting import Setting
+    from paramserve_plan.show import Row
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MODEL_MB = 100.0
@@ -151,7 +151,7 @@ def plan(
         _calibrate(chosen, as_json, options)
         return
     if out is not None:
-        from paramserve.planning.show import require_matplotlib
+        from paramserve_plan.show import require_matplotlib
 
         require_matplotlib()  # before anything takes time
     rows: list[Row] = []
@@ -162,7 +162,7 @@ def plan(
             rows += _rows(text, policy, encoded, shards, Play(seed, clocks, search))
     _print(rows, as_json)
     if out is not None:
-        from paramserve.planning.show import draw
+        from paramserve_plan.show import draw
 
         draw(rows, out)
         click.echo(f"paramserve: wrote {out}", err=as_json)
@@ -185,7 +185,7 @@ def _refuse_beside_calibrate() -> None:
 
 
 def _setting(workers: int, options: dict[str, Any]) -> Setting:
-    from paramserve.planning import setting as of
+    from paramserve_plan import setting as of
 
     straggler = options["straggler"] or (0.0, 1.0)
     slow = options["slow"] or (0.0, 1.0)
@@ -256,9 +256,9 @@ def _model_bytes(options: dict[str, Any], default_mb: float) -> float:
 def _rows(
     text: str, policy: Policy, setting: Setting, shards: tuple[int, ...], play: Play
 ) -> list[Row]:
-    from paramserve.planning.model import Model
-    from paramserve.planning.shards import sweep
-    from paramserve.planning.show import Row
+    from paramserve_plan.model import Model
+    from paramserve_plan.shards import sweep
+    from paramserve_plan.show import Row
 
     try:
         found = sweep(setting, policy, seed=play.seed) if play.search or not shards else None
@@ -275,7 +275,7 @@ def _rows(
 def _print(rows: list[Row], as_json: bool) -> None:
     from rich.console import Console
 
-    from paramserve.planning.show import show
+    from paramserve_plan.show import show
 
     if as_json:
         click.echo(json.dumps({"predictions": [row.as_dict() for row in rows]}, indent=2))
@@ -286,7 +286,7 @@ def _print(rows: list[Row], as_json: bool) -> None:
 def _calibrate(chosen: dict[str, Policy], as_json: bool, options: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from paramserve.planning.calibrate import calibrate, show_calibration
+    from paramserve_plan.calibrate import calibrate, show_calibration
 
     step_ms = options["step_ms"] if options["step_ms"] is not None else CALIBRATION_STEP_MS
     model_bytes = _model_bytes(options, CALIBRATION_MB)

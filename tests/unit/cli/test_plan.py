@@ -13,8 +13,8 @@ from paramserve.cli import cli
 from paramserve.cli.plan import CODED
 from paramserve.codecs import Int4
 from paramserve.consistency.base import Policy
-from paramserve.planning import calibrate, show
-from paramserve.planning.calibrate import Calibration, Compared, Fitted
+from paramserve_plan import calibrate, show
+from paramserve_plan.calibrate import Calibration, Compared, Fitted
 
 SMALL = ("--workers", "4", "--model-mb", "10", "--step-ms", "50")
 SHORT = ("--clocks", "8")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, LocalSteps, Sync
-from paramserve.planning import calibrate as module
-from paramserve.planning.calibrate import (
+from paramserve_plan import calibrate as module
+from paramserve_plan.calibrate import (
     SMALL_BYTES,
     Calibration,
     Compared,

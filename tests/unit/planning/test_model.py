@@ -10,9 +10,9 @@ import pytest
 
 from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
-from paramserve.planning.model import Model, ShardGroupView, bundles_of, clocks_of
-from paramserve.planning.prediction import Prediction, staleness_figures
-from paramserve.planning.setting import MB, Compute, Costs, Network, Setting
+from paramserve_plan.model import Model, ShardGroupView, bundles_of, clocks_of
+from paramserve_plan.prediction import Prediction, staleness_figures
+from paramserve_plan.setting import MB, Compute, Costs, Network, Setting
 
 CLASSIC = Setting(100, 1, 100 * MB, compute=Compute(0.0))
 """100 workers, 100 MB, 10 Gb/s."""

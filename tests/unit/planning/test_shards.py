@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.planning.setting import MB, Compute, Costs, Setting
-from paramserve.planning.shards import NEAR, sweep
+from paramserve_plan.setting import MB, Compute, Costs, Setting
+from paramserve_plan.shards import NEAR, sweep
 
 
 def test_needed_is_the_smallest_number_near_the_floor() -> None:

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from paramserve.consistency.base import Admission, Buffer, Drop, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Sync
 from paramserve.consistency.registry import is_built_in
-from paramserve.planning.prediction import Prediction, staleness_figures
-from paramserve.planning.setting import GBPS, Compute, Setting
 from paramserve.virtual import VirtualClock
+from paramserve_plan.prediction import Prediction, staleness_figures
+from paramserve_plan.setting import GBPS, Compute, Setting
 
 RECENT = 64
 """Steps whose time `step_s` is the median of."""

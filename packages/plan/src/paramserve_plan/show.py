@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paramserve.errors import ParamServeError
-from paramserve.planning.prediction import Prediction
-from paramserve.planning.setting import Setting
-from paramserve.planning.shards import Sweep
+from paramserve_plan.prediction import Prediction
+from paramserve_plan.setting import Setting
+from paramserve_plan.shards import Sweep
 
 BAR = 50
 """Characters of the longest bar."""

@@ -23,11 +23,11 @@ from rich.table import Table
 from paramserve.consistency.base import Policy
 from paramserve.launch import run
 from paramserve.machine import cores
-from paramserve.planning.model import Model
-from paramserve.planning.setting import Compute, Costs, Network, Setting
-from paramserve.planning.show import in_bytes, in_seconds
 from paramserve.rules.sgd import SGD
 from paramserve.worker import Worker
+from paramserve_plan.model import Model
+from paramserve_plan.setting import Compute, Costs, Network, Setting
+from paramserve_plan.show import in_bytes, in_seconds
 
 ROUNDS_MIN, ROUNDS_MAX = 30, 1000
 SECONDS = 2.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from paramserve.consistency.base import Policy
-from paramserve.planning.model import EVENTS_EACH, Model, bundles_of
-from paramserve.planning.prediction import Prediction
-from paramserve.planning.setting import Setting
+from paramserve_plan.model import EVENTS_EACH, Model, bundles_of
+from paramserve_plan.prediction import Prediction
+from paramserve_plan.setting import Setting
 
 NEAR = 1.1
 """Enough shards: a step takes at most so many times what it takes with servers of endless links."""
