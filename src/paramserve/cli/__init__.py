@@ -17,9 +17,9 @@ import cloudpickle
 from paramserve import __version__
 from paramserve.cli.checkpoints import Place, checkpoints
 from paramserve.cli.cluster import COMMANDS, check_out, load_object, save
+from paramserve.cli.commands import Commands
 from paramserve.cli.debug import debug
 from paramserve.cli.doctor import doctor
-from paramserve.cli.plan import plan
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paramserve.launch import Result
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="paramserve")
 def cli() -> None:
     """The parameter server for PyTorch."""
@@ -191,7 +191,7 @@ def demo(args: tuple[str, ...]) -> None:
     numpy_demo()
 
 
-for command in (*COMMANDS, debug, doctor, plan, checkpoints, report):
+for command in (*COMMANDS, debug, doctor, checkpoints, report):
     cli.add_command(command)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-from paramserve.codecs.base import Codec
-from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import BUILT_IN as CODECS
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import BUILT_IN, PARTS
@@ -52,40 +50,13 @@ def policy_of(
     policies = {**{name: each for name, each in own.items() if _is_policy(each)}, **BUILT_IN}
     try:
         written = in_python(text)
-        found = _made(_parsed(text, written, policies, option), known)
+        found = evaluate(_parsed(text, written, policies, option), known)
         if _is_policy(found):
             found = found()
     except (SyntaxError, ValueError, TypeError) as error:
         raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
     if not isinstance(found, Policy):
         raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=option)
-    return found
-
-
-def codec_of(text: str, *, option: str = "--codec") -> Codec:
-    """The codec that an option names: int8, topk:0.01, delta:int4, or as in Python,
-    'Int4(block=32)'.
-
-    Raises:
-        click.BadParameter: it is none.
-    """
-    name, _, value = text.strip().partition(":")
-    if name == Delta.__name__.lower() and value:
-        inner = codec_of(value, option=option)
-        try:
-            return Delta(inner)
-        except (TypeError, ValueError) as error:
-            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
-    by_short_name = {each.lower(): each for each in CODECS}
-    written = f"{by_short_name[name]}({value})" if name in by_short_name else text
-    try:
-        found = _made(ast.parse(written, mode="eval").body, CODECS)
-        found = found() if isinstance(found, type) else found
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
-    if not isinstance(found, Codec):
-        known = ", ".join(by_short_name)
-        raise click.BadParameter(f"{text!r} is no codec; known: {known}", param_hint=option)
     return found
 
 
@@ -106,17 +77,21 @@ def _parsed(text: str, written: str, policies: Mapping[str, Any], option: str) -
     return ast.parse(written, mode="eval").body
 
 
-def _made(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    """What an expression of known names, calls of them and plain values stands for."""
+def evaluate(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    """The value of an expression of known names, calls of them and plain values.
+
+    Raises:
+        ValueError, TypeError: it holds anything else, or a call is refused.
+    """
     if isinstance(node, ast.Name):
         if node.id not in known:
             raise ValueError(f"unknown name {node.id!r}; known: {', '.join(sorted(known))}")
         return known[node.id]
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    given = [_made(each, known) for each in node.args]
-    named = {each.arg or "**": _made(each.value, known) for each in node.keywords}
-    kind = _made(node.func, known) if isinstance(node.func, ast.Name) else None
+    given = [evaluate(each, known) for each in node.args]
+    named = {each.arg or "**": evaluate(each.value, known) for each in node.keywords}
+    kind = evaluate(node.func, known) if isinstance(node.func, ast.Name) else None
     if not isinstance(kind, type):
         raise ValueError(f"{ast.unparse(node.func)} is no class")
     return kind(*given, **named)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import click
 import pytest
 
-from paramserve.cli.policies import codec_of, in_python, policy_of
-from paramserve.codecs import Codec, Delta, Int2, Int4, Int8, Sign, TopK
+from paramserve.cli.policies import in_python, policy_of
+from paramserve.codecs import Int4
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import (
     Adaptive,
@@ -89,43 +89,6 @@ def test_text_that_is_no_policy_is_refused_and_nothing_else_is_run(text: str, wo
 def test_option_without_rules_beside_it_does_not_advise_them() -> None:
     with pytest.raises(click.BadParameter, match="no policy is called 'Own'; known"):
         policy_of("Own(1)", option="--policy")
-
-
-@pytest.mark.parametrize(
-    ("text", "codec"),
-    [
-        ("int8", Int8()),
-        (" int4 ", Int4()),
-        ("int2", Int2()),
-        ("topk:0.02", TopK(0.02)),
-        ("int4:block=32", Int4(block=32)),
-        ("Int4(block=32)", Int4(block=32)),
-        ("Sign", Sign()),
-        ("delta:int4", Delta(Int4())),
-        ("delta:int4:256", Delta(Int4(256))),
-        ("Delta(Int4(block=256))", Delta(Int4(256))),
-    ],
-)
-def test_codec_is_what_the_text_says(text: str, codec: Codec) -> None:
-    assert codec_of(text) == codec
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("int5", "unknown name 'int5'; known: BFloat16"),
-        ("8", "is no codec; known: bfloat16, float16, int8"),
-        ("int4:33", "block of ps.Int4 is a power of two"),
-        ("int4(", "never closed"),
-        ("delta:int5", "unknown name 'int5'"),
-        ("delta:powersgd", "equal bit by bit"),
-        ("delta", "missing 1 required positional argument: 'codec'"),
-        ("__import__('os')", "is no class|unknown name"),
-    ],
-)
-def test_codec_that_is_none_is_told(text: str, words: str) -> None:
-    with pytest.raises(click.BadParameter, match=words):
-        codec_of(text)
 
 
 @pytest.mark.parametrize(

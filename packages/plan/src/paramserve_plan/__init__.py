@@ -1,5 +1,6 @@
 """`paramserve plan`: what a cluster of a given size would do, from a model of its parts.
 
-`setting` is the question, `model` plays it with the policies of `core`, `shards` asks it about
-several numbers of shards, `calibrate` measures this machine, `show` prints and draws.
+`command` reads the options, `setting` is the question, `model` plays it with the policies of
+`core`, `shards` asks it about several numbers of shards, `calibrate` measures this machine, `show`
+prints and draws.
 """

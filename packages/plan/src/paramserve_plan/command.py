@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from paramserve.cli.policies import codec_of, policy_of
+from paramserve.cli.policies import evaluate, policy_of
 from paramserve.codecs.base import Codec
 from paramserve.codecs.delta import Delta
+from paramserve.codecs.registry import BUILT_IN as CODECS
 from paramserve.consistency.base import Policy
 from paramserve.core.user_codecs import why_not_pulled, why_not_pushed
 
@@ -227,6 +229,33 @@ def _encoded(setting: Setting, policy: Policy, codecs: str | None) -> Setting:
         # Each worker pulls at its own time, and needs what all the others have added.
         pulled = min(1.0, setting.workers * pulled)
     return replace(setting, push_share=_share(push), pull_share=pulled)
+
+
+def codec_of(text: str, *, option: str = "--codec") -> Codec:
+    """The codec that an option names: int8, topk:0.01, delta:int4, or as in Python,
+    'Int4(block=32)'.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    name, _, value = text.strip().partition(":")
+    if name == Delta.__name__.lower() and value:
+        inner = codec_of(value, option=option)
+        try:
+            return Delta(inner)
+        except (TypeError, ValueError) as error:
+            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+    by_short_name = {each.lower(): each for each in CODECS}
+    written = f"{by_short_name[name]}({value})" if name in by_short_name else text
+    try:
+        found = evaluate(ast.parse(written, mode="eval").body, CODECS)
+        found = found() if isinstance(found, type) else found
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+    if not isinstance(found, Codec):
+        known = ", ".join(by_short_name)
+        raise click.BadParameter(f"{text!r} is no codec; known: {known}", param_hint=option)
+    return found
 
 
 def _split(text: str) -> list[str]:

@@ -6,15 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from paramserve.cli import cli
-from paramserve.cli.plan import CODED
-from paramserve.codecs import Int4
+from paramserve.codecs import Codec, Delta, Int2, Int4, Int8, Sign, TopK
 from paramserve.consistency.base import Policy
 from paramserve_plan import calibrate, show
 from paramserve_plan.calibrate import Calibration, Compared, Fitted
+from paramserve_plan.command import CODED, codec_of
 
 SMALL = ("--workers", "4", "--model-mb", "10", "--step-ms", "50")
 SHORT = ("--clocks", "8")
@@ -123,3 +124,40 @@ def test_plan_calibrate_prints_prediction_and_measurement(monkeypatch: pytest.Mo
     done = call("--calibrate", "--step-ms", "20", "--model-mb", "4")
     assert "Predicted 27 ms, measured 30 ms: -10%, within 30%" in done.output
     assert [each[1:] for each in asked] == [(4e6, 0.02)]
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("int8", Int8()),
+        (" int4 ", Int4()),
+        ("int2", Int2()),
+        ("topk:0.02", TopK(0.02)),
+        ("int4:block=32", Int4(block=32)),
+        ("Int4(block=32)", Int4(block=32)),
+        ("Sign", Sign()),
+        ("delta:int4", Delta(Int4())),
+        ("delta:int4:256", Delta(Int4(256))),
+        ("Delta(Int4(block=256))", Delta(Int4(256))),
+    ],
+)
+def test_codec_is_what_the_text_says(text: str, codec: Codec) -> None:
+    assert codec_of(text) == codec
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int5", "unknown name 'int5'; known: BFloat16"),
+        ("8", "is no codec; known: bfloat16, float16, int8"),
+        ("int4:33", "block of ps.Int4 is a power of two"),
+        ("int4(", "never closed"),
+        ("delta:int5", "unknown name 'int5'"),
+        ("delta:powersgd", "equal bit by bit"),
+        ("delta", "missing 1 required positional argument: 'codec'"),
+        ("__import__('os')", "is no class|unknown name"),
+    ],
+)
+def test_codec_that_is_none_is_told(text: str, words: str) -> None:
+    with pytest.raises(click.BadParameter, match=words):
+        codec_of(text)
