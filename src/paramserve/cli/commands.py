@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import click
 
+from paramserve import __version__
+from paramserve.errors import ParamServeError
+
 
 class Commands(click.Group):
     """Commands of this package, and `plan`, which is imported when it is asked for: the planner
@@ -17,6 +20,29 @@ class Commands(click.Group):
 
 
 def _planner() -> click.Command:
-    from paramserve_plan.command import plan
-
+    """The command `plan`; without paramserve-plan, or with that of another version, one that says
+    how to install it."""
+    try:
+        from paramserve_plan.command import plan
+    except ImportError as error:
+        return _absent("plan", str(error))
     return plan
+
+
+def _absent(name: str, reason: str) -> click.Command:
+    @click.command(
+        name,
+        short_help=f"Not installed: pip install 'paramserve[{name}]'",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def absent(arguments: tuple[str, ...]) -> None:
+        raise ParamServeError(
+            f"paramserve {name} did not start: the distribution paramserve-{name}, which has it, "
+            f"cannot be imported ({reason})",
+            fix=f"pip install 'paramserve[{name}]=={__version__}', or from a clone: "
+            f"pip install . ./packages/{name}",
+        )
+
+    return absent
