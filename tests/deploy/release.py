@@ -27,8 +27,6 @@ from packaging.metadata import Metadata
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 
 ROOT = Path(__file__).parents[2]
-NOT_IN_SDIST = {".ci/run"}
-"""Files of the repository that a source distribution does without."""
 CACHES = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis"}
 CACHE_ENDINGS = {".pyc", ".nbc", ".nbi"}
 MINUTES_10 = 600.0
@@ -137,7 +135,7 @@ def contents_of_wheel(wheel: Path, files: Iterable[str]) -> None:
 
 def contents_of_sdist(sdist: Path, files: Iterable[str]) -> None:
     """Refuse an sdist that has not all of the repository, or something else."""
-    same(sdist.name, held_by_sdist(sdist), {*files, "PKG-INFO"} - NOT_IN_SDIST)
+    same(sdist.name, held_by_sdist(sdist), {*files, "PKG-INFO"})
 
 
 def same(archive: str, held: set[str], expected: set[str]) -> None:
