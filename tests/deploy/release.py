@@ -1,9 +1,10 @@
 """Check a release: `make release-check`, or `python -m tests.deploy.release`.
 
-Builds the committed tree twice, in two folders, and the wheel once more from the unpacked sdist;
-the bytes must be the same each time. Then looks at what the archives hold and at their metadata,
-installs the wheel into fresh virtual environments outside of the source tree, and runs programs
-there. What was checked is left in dist/: upload those files and no others. Publishes nothing.
+Builds each distribution of the committed tree (paramserve, and those in packages/) twice, in two
+folders, and its wheel once more from the unpacked sdist; the bytes must be the same each time. Then
+looks at what the archives hold and at their metadata, installs the wheels into fresh virtual
+environments outside of the source tree, and runs programs there. What was checked is left in dist/:
+upload those files and no others. Publishes nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from packaging.metadata import Metadata
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
@@ -36,6 +39,15 @@ TESTS_FROM_SDIST = ("tests/api", "tests/deploy", "-m", "not slow")
 
 class Wrong(Exception):
     """What keeps a tree from being released."""
+
+
+class Built(NamedTuple):
+    """A distribution: its archives, the files of its folder in the repository, its [project]."""
+
+    wheel: Path
+    sdist: Path
+    files: list[str]
+    project: dict[str, Any]
 
 
 # --- building ---------------------------------------------------------------------------------
@@ -65,11 +77,16 @@ def unpacked(sdist: Path, folder: Path) -> Path:
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
-def built_twice(commit: str, work: Path) -> tuple[Path, Path, list[str]]:
-    """The wheel, the sdist and the files of a commit.
+def projects(tree: Path) -> list[Path]:
+    """The folders of a tree that a distribution each is built from, that of paramserve first."""
+    return [tree, *sorted(each.parent for each in tree.glob("packages/*/pyproject.toml"))]
+
+
+def built_twice(commit: str, work: Path) -> list[Built]:
+    """The distributions of a commit.
 
     Raises:
-        Wrong: two builds differ, or the sdist's wheel does.
+        Wrong: two builds differ, or the wheel of an sdist does.
     """
     trees = [work / "one" / "tree", work / "another" / "deeper" / "tree"]
     for tree in trees:
@@ -78,17 +95,21 @@ def built_twice(commit: str, work: Path) -> tuple[Path, Path, list[str]]:
         os.utime(path, (0, 0))
         if path.is_file():
             path.chmod(path.stat().st_mode & ~0o022)
-    folders = [work / "first", work / "second"]
-    for tree, folder in zip(trees, folders, strict=True):
-        build(tree, folder, epoch)
-    differing(*folders)
-    (wheel,), (sdist,) = folders[0].glob("*.whl"), folders[0].glob("*.tar.gz")
-    again = work / "from-sdist"
-    build(unpacked(sdist, work / "sdist"), again, epoch, "wheel")
-    if digest(again / wheel.name) != digest(wheel):
-        raise Wrong("the wheel that is built from the sdist is another one")
-    files = [str(each.relative_to(trees[0])) for each in trees[0].rglob("*") if each.is_file()]
-    return wheel, sdist, files
+    made = []
+    for number, pair in enumerate(zip(*map(projects, trees), strict=True)):
+        folders = [work / f"first-{number}", work / f"second-{number}"]
+        for folder, out in zip(pair, folders, strict=True):
+            build(folder, out, epoch)
+        differing(*folders)
+        (wheel,), (sdist,) = folders[0].glob("*.whl"), folders[0].glob("*.tar.gz")
+        again = work / f"from-sdist-{number}"
+        build(unpacked(sdist, work / "sdist"), again, epoch, "wheel")
+        if digest(again / wheel.name) != digest(wheel):
+            raise Wrong(f"the wheel that is built from {sdist.name} is another one")
+        files = [str(path.relative_to(pair[0])) for path in pair[0].rglob("*") if path.is_file()]
+        project = tomllib.loads((pair[0] / "pyproject.toml").read_text())["project"]
+        made.append(Built(wheel, sdist, files, project))
+    return made
 
 
 def differing(first: Path, second: Path) -> None:
@@ -124,18 +145,22 @@ def caches(names: Iterable[str]) -> list[str]:
     return sorted(map(str, left))
 
 
-def contents_of_wheel(wheel: Path, files: Iterable[str]) -> None:
+def contents_of_wheel(built: Built) -> None:
     """Refuse a wheel that lacks a file of the package, or has one that is none of it."""
-    name, version, _, _ = parse_wheel_filename(wheel.name)
-    info = f"{name}-{version}.dist-info"
-    made = {f"{info}/{each}" for each in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
-    package = {each.removeprefix("src/") for each in files if each.startswith("src/")}
-    same(wheel.name, held_by_wheel(wheel), package | made | {f"{info}/licenses/LICENSE"})
+    name, version, _, _ = parse_wheel_filename(built.wheel.name)
+    made = {"METADATA", "WHEEL", "RECORD", "licenses/LICENSE"}
+    made |= {"entry_points.txt"} if "scripts" in built.project else set()
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    package = {each.removeprefix("src/") for each in built.files if each.startswith("src/")}
+    expected = package | {f"{info}/{each}" for each in made}
+    same(built.wheel.name, held_by_wheel(built.wheel), expected)
 
 
-def contents_of_sdist(sdist: Path, files: Iterable[str]) -> None:
-    """Refuse an sdist that has not all of the repository, or something else."""
-    same(sdist.name, held_by_sdist(sdist), {*files, "PKG-INFO"})
+def contents_of_sdist(built: Built) -> None:
+    """Refuse an sdist that has not all of its folder, or something else. hatchling adds the
+    repository's .gitignore."""
+    expected = {*built.files, "PKG-INFO", ".gitignore"}
+    same(built.sdist.name, held_by_sdist(built.sdist), expected)
 
 
 def same(archive: str, held: set[str], expected: set[str]) -> None:
@@ -149,12 +174,13 @@ def same(archive: str, held: set[str], expected: set[str]) -> None:
         raise Wrong(f"{archive} " + "; ".join(told))
 
 
-def metadata(wheel: Path, sdist: Path) -> Metadata:
+def metadata(built: Built) -> Metadata:
     """The metadata of both archives, valid by the standard and the same in both.
 
     Raises:
         Wrong: they differ, or something that a package index shows is missing.
     """
+    wheel, sdist = built.wheel, built.sdist
     with zipfile.ZipFile(wheel) as packed:
         (name,) = (each for each in packed.namelist() if each.endswith(".dist-info/METADATA"))
         text = packed.read(name)
@@ -176,6 +202,19 @@ def metadata(wheel: Path, sdist: Path) -> Metadata:
         if version != found.version:
             raise Wrong(f"{kind.name} is of version {version}, its metadata of {found.version}")
     return found
+
+
+def in_step(found: Sequence[Metadata]) -> None:
+    """Refuse distributions beside paramserve, the first, that are of another version, or would be
+    installed with another paramserve."""
+    first, *beside = found
+    for each in beside:
+        needed = [str(requirement) for requirement in each.requires_dist or ()]
+        if each.version != first.version or f"{first.name}=={first.version}" not in needed:
+            raise Wrong(
+                f"{each.name} {each.version} needs {', '.join(needed)}: it must be of version "
+                f"{first.version} and need {first.name}=={first.version}"
+            )
 
 
 # --- installing -------------------------------------------------------------------------------
@@ -212,6 +251,23 @@ def tried(inside: Path, program: str, folder: Path) -> float:
     return took_s
 
 
+def planned(inside: Path, folder: Path, *, installed: bool) -> None:
+    """Run `paramserve plan` of an environment with the planner, or in one without it.
+
+    Raises:
+        Wrong: it failed, or without the planner did not say how to get it.
+    """
+    command = [str(inside.with_name("paramserve")), "plan", "--workers", "2", "--clocks", "8"]
+    try:
+        run([*command, "--shards", "1", "--no-search"], folder)
+    except Wrong as wrong:
+        if installed or "pip install 'paramserve[plan]==" not in str(wrong):
+            raise
+    else:
+        if not installed:
+            raise Wrong("paramserve plan runs in an environment without paramserve-plan")
+
+
 def readme_script(tree: Path) -> str:
     """The first script of the README."""
     found = re.search(r"^```python\n(.*?)^```$", (tree / "README.md").read_text(), re.M | re.S)
@@ -242,38 +298,44 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> str:
 
 
 def checked(options: argparse.Namespace, work: Path) -> None:
-    step("two builds of the committed tree, and a wheel of the sdist")
-    wheel, sdist, files = built_twice(options.commit, work)
-    step("what wheel and sdist hold, and their metadata")
-    contents_of_wheel(wheel, files)
-    contents_of_sdist(sdist, files)
-    found = metadata(wheel, sdist)
-    tree = work / "sdist" / sdist.name.removesuffix(".tar.gz")
-    if options.final and f"## {found.version}" not in (tree / "CHANGELOG.md").read_text():
-        raise Wrong(f"CHANGELOG.md has no heading '## {found.version}'")
+    step("two builds of the committed tree, and wheels of the sdists")
+    built = built_twice(options.commit, work)
+    step("what wheels and sdists hold, and their metadata")
+    for each in built:
+        contents_of_wheel(each)
+        contents_of_sdist(each)
+    found = [metadata(each) for each in built]
+    in_step(found)
+    paramserve, *beside = built
+    tree = work / "sdist" / paramserve.sdist.name.removesuffix(".tar.gz")
+    if options.final and f"## {found[0].version}" not in (tree / "CHANGELOG.md").read_text():
+        raise Wrong(f"CHANGELOG.md has no heading '## {found[0].version}'")
+    wheels = [str(each.wheel) for each in beside]
     programs: list[tuple[str, list[str], str]] = []
     for python in options.python:
-        wanted = [f"{wheel}[torch]", *shlex.split(options.torch)]
+        wanted = [f"{paramserve.wheel}[torch,plan]", *wheels, *shlex.split(options.torch)]
         programs.append((python, wanted, readme_script(tree)))
     for python in options.core:
-        programs.append((python, [str(wheel)], (tree / "examples" / "vector.py").read_text()))
+        programs.append(
+            (python, [str(paramserve.wheel)], (tree / "examples" / "vector.py").read_text())
+        )
     for number, (python, wanted, program) in enumerate(programs):
         step(f"{python}, an empty environment with {' '.join(wanted).replace(str(work), '')}")
         began = time.monotonic()
         inside = installed(python, wanted, work / f"venv-{number}", options.pip_options)
         print(f"  installed in {time.monotonic() - began:.0f} s")
         tried(inside, program, work / f"run-{number}")
+        planned(inside, work / f"run-{number}", installed=len(wanted) > 1)
     if not options.no_tests:
         step("tests from the unpacked sdist")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        print(
-            run([*command, *TESTS_FROM_SDIST], tree, PYTHONPATH=str(tree / "src")).splitlines()[-1]
-        )
+        sources = os.pathsep.join(str(each / "src") for each in projects(tree))
+        print(run([*command, *TESTS_FROM_SDIST], tree, PYTHONPATH=sources).splitlines()[-1])
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir()
     step(f"all is well; these were checked, and lie in {dist}")
-    for archive in (wheel, sdist):
+    for archive in (path for each in built for path in (each.wheel, each.sdist)):
         shutil.copy(archive, dist)
         print(f"  {digest(archive)}  {archive.name}")
 

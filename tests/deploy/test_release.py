@@ -9,15 +9,20 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 from tests.deploy import release
 from tests.needs import needs
 
-PROJECT = tomllib.loads((release.ROOT / "pyproject.toml").read_text())["project"]
+PROJECTS = [
+    tomllib.loads((each / "pyproject.toml").read_text())["project"]
+    for each in release.projects(release.ROOT)
+]
+PROJECT = PROJECTS[0]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """Wheel, sdist and files of the last commit: built twice, and the wheel of the sdist too."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[release.Built]:
+    """The distributions of the last commit: built twice, and their wheels of the sdists too."""
     needs("hatchling")
     if not (release.ROOT / ".git").exists():
         pytest.skip("needs the repository: this is an unpacked sdist")
@@ -26,28 +31,47 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[st
 
 @pytest.mark.slow
 def test_archives_are_the_same_bytes_each_time_and_hold_what_they_should(
-    built: tuple[Path, Path, list[str]],
+    built: list[release.Built],
 ) -> None:
-    wheel, sdist, files = built
-    release.contents_of_wheel(wheel, files)
-    release.contents_of_sdist(sdist, files)
-    assert "paramserve/py.typed" in release.held_by_wheel(wheel)
-    assert {"Makefile", "constraints.txt", "tests/conftest.py"} <= release.held_by_sdist(sdist)
-    assert release.metadata(wheel, sdist).name == PROJECT["name"]
+    assert [each.project["name"] for each in built] == ["paramserve", "paramserve-plan"]
+    for each in built:
+        release.contents_of_wheel(each)
+        release.contents_of_sdist(each)
+        package = each.project["name"].replace("-", "_")
+        assert f"{package}/py.typed" in release.held_by_wheel(each.wheel)
+        assert release.metadata(each).name == each.project["name"]
+    held = release.held_by_sdist(built[0].sdist)
+    assert {"Makefile", "constraints.txt", "tests/conftest.py"} <= held
+    release.in_step([release.metadata(each) for each in built])
 
 
 @pytest.mark.slow
 def test_archives_of_another_time_are_other_bytes(
-    built: tuple[Path, Path, list[str]], tmp_path: Path
+    built: list[release.Built], tmp_path: Path
 ) -> None:
     """The comparison compares: the time in the archives is the one that is set."""
-    wheel, *_ = built
     release.build(release.ROOT, tmp_path, 315_532_800 + 86_400, "wheel")
     (other,) = tmp_path.iterdir()
     with zipfile.ZipFile(other) as packed:
         assert {each.date_time for each in packed.infolist()} == {(1980, 1, 2, 0, 0, 0)}
     with pytest.raises(release.Wrong, match="two builds differ"):
-        release.differing(wheel.parent, tmp_path)
+        release.differing(built[0].wheel.parent, tmp_path)
+
+
+def test_distribution_out_of_step_is_refused() -> None:
+    first, same, other, loose = (
+        Metadata.from_raw({"metadata_version": "2.3", "name": name, "version": version} | needed)
+        for name, version, needed in (
+            ("paramserve", "0.2.0", {}),
+            ("paramserve-plan", "0.2.0", {"requires_dist": ["paramserve==0.2.0"]}),
+            ("paramserve-plan", "0.1.0", {"requires_dist": ["paramserve==0.1.0"]}),
+            ("paramserve-plan", "0.2.0", {"requires_dist": ["paramserve>=0.2"]}),
+        )
+    )
+    release.in_step([first, same])
+    for wrong in (other, loose):
+        with pytest.raises(release.Wrong, match=r"of version 0\.2\.0 and need paramserve==0\.2\.0"):
+            release.in_step([first, same, wrong])
 
 
 def test_a_file_too_few_or_too_many_is_told() -> None:
@@ -72,6 +96,10 @@ def test_project_names_the_lowest_python_first_and_a_licence_that_is_there() -> 
     tried = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each]
     assert PROJECT["requires-python"] == f">={tried[0]}"
     assert tried == sorted(tried, key=lambda each: int(each.partition(".")[2]))
-    (licence,) = PROJECT["license-files"]
-    assert PROJECT["license"] == "Apache-2.0"
-    assert "Apache License" in (release.ROOT / licence).read_text()
+    texts = set()
+    for folder, project in zip(release.projects(release.ROOT), PROJECTS, strict=True):
+        (licence,) = project["license-files"]
+        assert project["license"] == "Apache-2.0"
+        texts.add((folder / licence).read_text())
+    (text,) = texts
+    assert "Apache License" in text
