@@ -67,7 +67,7 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 # none of them in an index.
 $(FOR_TEST): $(FOR_DEMO) $(PLAN)/pyproject.toml $(PLAN)/hatch_build.py
 	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
-	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,tls,plan]" -e $(PLAN) $(TORCH)
+	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,plan]" -e $(PLAN) $(TORCH)
 	@touch $@
 
 # mkdocs has an environment of its own, so that what the tests run with does not depend on it.

@@ -19,12 +19,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from deploy.certificates import make_certificates
 
 import paramserve as ps
 from benchmarks.floor import Ping, send_back
 from benchmarks.ours import InPlace
 from benchmarks.workloads import Call, Tcp, fresh, medians, timed
-from paramserve.cli.certificates import make_certificates
 from paramserve.client import Connection
 from paramserve.config import Deadlines, Limits
 from paramserve.messages import Hello, Join, Joined

@@ -19,7 +19,7 @@ EXTRAS = {
     "safetensors": "dev",
     "tests.whole_objects": "fsspec",
     "torch": "torch",
-    "trustme": "tls",
+    "trustme": "dev",
 }
 
 

@@ -352,5 +352,5 @@ def check_tls(value: Any) -> TLS | None:
         return value
     raise TypeError(
         "tls must be ps.TLS(certificate=..., key=..., authority=...), with the paths of three "
-        f"files (paramserve certs makes them), not {value!r}"
+        f"files (docs/security.md#tls: how to make them for tests), not {value!r}"
     )

@@ -29,6 +29,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from referencing import Registry, Resource
 
 import paramserve
+from deploy import certificates
 from paramserve.cli import cli
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -308,11 +309,10 @@ def test_kubernetes_server_command_with_a_typo_is_refused(tmp_path: Path) -> Non
 @pytest.mark.timeout(300)
 def test_kubernetes_commands_train_over_loopback_with_tls(tmp_path: Path) -> None:
     """What the pods run, run here: only hosts, ports and the folder of the secrets are others."""
-    runner = CliRunner()
     secrets = tmp_path / "secrets"
-    for command in (["certs", str(secrets)], ["token", str(secrets / "token")]):
-        made = runner.invoke(cli, command)
-        assert made.exit_code == 0, made.output
+    certificates.make_certificates(secrets)
+    made = CliRunner().invoke(cli, ["token", str(secrets / "token")])
+    assert made.exit_code == 0, made.output
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     here = {"/etc/paramserve": str(secrets), "paramserve-0.paramserve:5555": f"localhost:{port}"}
@@ -360,17 +360,14 @@ def started(command: list[str], environment: dict[str, str]) -> subprocess.Popen
 def test_readme_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = (DEPLOY / "README.md").read_text().splitlines()
-    told = [
-        shlex.split(line, comments=True)[1:] for line in lines if line.startswith("paramserve ")
-    ]
-    assert [command for command, *_ in told] == ["token", "certs"]
-    for command, *options in told:
-        assert command in cli.commands, f"no command {command!r}: {sorted(cli.commands)}"
-        parsed = cli.commands[command].make_context(command, options).params
-        if command == "certs":
-            servers = one("kubernetes.yaml", "StatefulSet")["spec"]["replicas"]
-            names = tuple(f"paramserve-{index}.paramserve" for index in range(servers))
-            assert parsed["hosts"] == names
+    begins = ("paramserve ", "python ")
+    told = [shlex.split(line, comments=True) for line in lines if line.startswith(begins)]
+    (program, command, *options), (_, script, *hosts) = told
+    assert (program, command, script) == ("paramserve", "token", "deploy/certificates.py")
+    cli.commands[command].make_context(command, options)
+    servers = one("kubernetes.yaml", "StatefulSet")["spec"]["replicas"]
+    names = [f"paramserve-{index}.paramserve" for index in range(servers)]
+    assert certificates.parser().parse_args(hosts).hosts == names
 
 
 @pytest.mark.parametrize(

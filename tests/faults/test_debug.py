@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from deploy.certificates import make_certificates
 from tests.faults.servers import Servers, new_token
 
 import paramserve as ps
 from paramserve.cli import cli
-from paramserve.cli.certificates import make_certificates
 from paramserve.errors import UnknownName
 
 debug: Any = importlib.import_module("paramserve.cli.debug")

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from deploy.certificates import make_certificates
 from tests.faults.servers import SOON_S, Servers, new_token
 from tests.needs import needs_ipv6
 from tests.network.roles import Doubled
 
 import paramserve as ps
 from paramserve.cli import cli, main
-from paramserve.cli.certificates import make_certificates
 from paramserve.cli.doctor import of_cluster
 from paramserve.client import timeouts
 from paramserve.errors import (

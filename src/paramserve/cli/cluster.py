@@ -1,4 +1,4 @@
-"""Commands around a cluster that runs by itself: serve, status, scale, get, token, certs."""
+"""Commands around a cluster that runs by itself: serve, status, scale, get, token."""
 
 from __future__ import annotations
 
@@ -429,24 +429,6 @@ def token(file: str) -> None:
     click.echo(f"paramserve: a new token is in {file}; give the same file to every process")
 
 
-@click.command()
-@click.argument("directory", type=click.Path(file_okay=False))
-@click.option("--host", "hosts", multiple=True, help="A name or address of a server; repeatable.")
-def certs(directory: str, hosts: tuple[str, ...]) -> None:
-    """Make a set of certificates for tests in DIRECTORY: ca.pem, cert.pem, key.pem.
-
-    Without --host they are for this machine.
-    """
-    from paramserve.cli.certificates import make_certificates
-
-    chosen = (Path(directory), hosts) if hosts else (Path(directory),)
-    made = make_certificates(*chosen)
-    click.echo(
-        f"paramserve: use --tls-certificate {made.certificate} --tls-key {made.key} "
-        f"--tls-authority {made.authority}"
-    )
-
-
 def load_object(target: str) -> Any:
     """What MODULE:NAME names; modules of the present folder can be imported.
 
@@ -464,4 +446,4 @@ def load_object(target: str) -> Any:
         raise click.BadParameter(f"{target}: {error}") from error
 
 
-COMMANDS: Sequence[click.Command] = (serve, status, scale, get, token, certs)
+COMMANDS: Sequence[click.Command] = (serve, status, scale, get, token)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import click
 
 from paramserve import __version__
 from paramserve.errors import ParamServeError
+
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "certs": "in a clone, `python deploy/certificates.py DIR` makes certificates for tests; "
+        "elsewhere, `pip install trustme` and `python -m trustme`",
+    }
+)
+"""What replaces commands that there were."""
 
 
 class Commands(click.Group):
@@ -17,6 +28,13 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return _planner() if cmd_name == "plan" else super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in REMOVED:
+            ctx.fail(f"the command {args[0]!r} was removed: {REMOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
 
 def _planner() -> click.Command:

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 from rich.console import Console
-from tests.needs import needs
 
 from paramserve.cli import cli, main
 from paramserve.launch import serve as serving
@@ -55,14 +54,6 @@ def test_token_without_a_path_is_refused(
     assert refused.exit_code == 2
     assert f"the path of a new file, not {name!r}" in refused.output
     assert not list(tmp_path.iterdir())
-
-
-def test_certs_says_how_to_use_them(tmp_path: Path) -> None:
-    needs("trustme")
-    done = call("certs", str(tmp_path / "tls"), "--host", "localhost")
-    assert done.exit_code == 0
-    for option in ("--tls-certificate", "--tls-key", "--tls-authority"):
-        assert option in done.output
 
 
 @pytest.mark.parametrize(

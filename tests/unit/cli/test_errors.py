@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from paramserve.cli import cli, cluster, main
+from paramserve.cli.commands import REMOVED
 from paramserve.errors import ParamServeError
 from paramserve.launch import overview
 from paramserve.launch import serve as serving
 from paramserve.messages import Member, Status
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("command", [("token",), ("plan", "--workers", "2", "--out")])
@@ -24,6 +28,17 @@ def test_file_that_cannot_be_written_is_told_in_one_line(
     told = capsys.readouterr().err
     assert told.startswith("paramserve: FileNotFoundError: ")
     assert str(path) in told
+
+
+@pytest.mark.parametrize("command", REMOVED)
+def test_command_that_was_removed_is_told_with_what_replaces_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--option", "argument"]) == 2
+    told = capsys.readouterr().err
+    assert f"the command {command!r} was removed: {REMOVED[command]}." in told
+    for path in re.findall(r"[a-z_]+/[\w/]+\.(?:py|md)", told):
+        assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("host", ["1.2.3.4:77", "name:77", "[::1]:77"])

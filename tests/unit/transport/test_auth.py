@@ -93,5 +93,5 @@ def test_short_token_is_a_value_error_that_does_not_show_it() -> None:
 
 
 def test_certificates_that_are_none_are_refused_with_what_they_are() -> None:
-    with pytest.raises(TypeError, match=r"tls must be ps.TLS\(certificate=.*paramserve certs"):
+    with pytest.raises(TypeError, match=r"tls must be ps.TLS\(certificate=.*how to make them"):
         auth.credentials_of(None, True)

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from deploy.certificates import local_hosts, main, make_certificates
 from tests.needs import needs
 
-from paramserve.cli import certificates
-from paramserve.cli.certificates import local_hosts, make_certificates
+from deploy import certificates
 from paramserve.config import TLS
 from paramserve.errors import ParamServeError
 
@@ -207,7 +207,7 @@ def test_make_certificates_without_trustme_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trustme", None)
-    with pytest.raises(ParamServeError, match=r"pip install 'paramserve\[tls\]'"):
+    with pytest.raises(ParamServeError, match="pip install trustme"):
         make_certificates(tmp_path / "tls")
     assert not (tmp_path / "tls").exists()
 
@@ -226,3 +226,15 @@ def test_local_hosts_loopback_comes_first_and_nothing_twice() -> None:
     assert found[:3] == ["localhost", "127.0.0.1", "::1"]
     assert socket.gethostname() in found
     assert len(found) == len(set(found))
+
+
+def test_script_says_how_to_use_them_and_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(tmp_path / "tls"), "--host", "localhost"]
+    assert main(given) == 0
+    told = capsys.readouterr().out
+    for option, name in (("certificate", "cert"), ("key", "key"), ("authority", "ca")):
+        assert f"--tls-{option} {tmp_path / 'tls' / name}.pem" in told
+    assert main(given) == 1
+    assert "is there already" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Certificates to try TLS with, made by the library trustme.
 
+    python deploy/certificates.py DIR --host server-0.train --host server-1.train
+
 One certificate and key serve on both sides: every process of a cluster shows the same one, and
 takes what its authority has signed. The authority's own key is thrown away, so a set cannot grow;
 make a new one for other hosts. For lasting use, take the certificates of your own authority.
@@ -7,10 +9,12 @@ make a new one for other hosts. For lasting use, take the certificates of your o
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -48,7 +52,7 @@ def make_certificates(directory: str | os.PathLike[str], hosts: Sequence[str] = 
     except ImportError as error:
         raise ParamServeError(
             "certificates were not made: the library trustme is not installed",
-            fix="pip install 'paramserve[tls]'",
+            fix="pip install trustme",
         ) from error
 
     wrong = [host for host in hosts if not _fits(host)]
@@ -131,3 +135,36 @@ def _write(folder: Path, contents: dict[Path, bytes]) -> None:
             f"certificates were not made: cannot write in {folder}: {error}",
             fix="name a folder that is yours, on a disk with space left",
         ) from error
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description="Make a set of certificates for tests: ca.pem, cert.pem, key.pem."
+    )
+    made.add_argument("directory", metavar="DIR")
+    made.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        dest="hosts",
+        help="a name or address of a server; repeatable (without it: those of this machine)",
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        made = make_certificates(options.directory, options.hosts)
+    except (ParamServeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(
+        f"use --tls-certificate {made.certificate} --tls-key {made.key} "
+        f"--tls-authority {made.authority}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
