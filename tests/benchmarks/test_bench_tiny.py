@@ -23,6 +23,7 @@ from benchmarks import (
     bench_tcp,
     bench_waiting,
     ours_policies,
+    push_pull,
     run_all,
 )
 
@@ -69,6 +70,13 @@ def test_bench_without_rivals_tiny_measures_ours_and_floor(
 ) -> None:
     for row in rows_of(bench, tmp_path):
         assert {"ours", "floor"} <= set(row["medians"])
+
+
+def test_push_pull_tiny_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    push_pull.main(["--tiny"])
+    told = capsys.readouterr().out
+    assert "8 KB" in told
+    assert "of two memcpys" in told
 
 
 @pytest.mark.slow

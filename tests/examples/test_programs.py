@@ -42,6 +42,14 @@ def reached(output: str, name: str) -> float:
     return float(found[1])
 
 
+def test_linear_regression_example_learns_both_ways(alone: dict[str, str]) -> None:
+    output = run([sys.executable, "examples/linear_regression.py"], alone)
+    rows = [line.split("│") for line in output.splitlines() if "sync" in line]
+    assert [row[1].strip() for row in rows] == ["sync", "async"]
+    for row in rows:
+        assert float(row[2]) > 10 * float(row[3])
+
+
 @pytest.mark.slow
 def test_resume_example_ends_as_a_run_that_lost_no_server(alone: dict[str, str]) -> None:
     output = run([sys.executable, "examples/resume.py", "--data", "digits"], alone)

@@ -152,20 +152,3 @@ def test_run_ctrl_c_gives_130_and_one_line_within_2_s(script: Path, tmp_path: Pa
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.fullmatch(r"paramserve, version \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
-def test_bench_tiny_prints_its_table() -> None:
-    done = call("bench", "--tiny")
-    assert done.returncode == 0, done.stderr
-    assert "8 KB" in done.stdout
-    assert "of two memcpys" in done.stdout
-
-
-def test_numpy_demo_learns_both_ways() -> None:
-    code = "from paramserve.cli.demo import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("│") for line in done.stdout.splitlines() if "sync" in line]
-    assert [row[1].strip() for row in rows] == ["sync", "async"]
-    for row in rows:
-        assert float(row[2]) > 10 * float(row[3])

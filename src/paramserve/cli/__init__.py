@@ -1,4 +1,4 @@
-"""The command `paramserve`: run a script's training function, a demo, a small benchmark."""
+"""The command `paramserve`: run a script's training function, and the group of all commands."""
 
 from __future__ import annotations
 
@@ -165,43 +165,8 @@ def run(
         click.echo(f"paramserve: {_save(result, out)} in {out}")
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def demo(args: tuple[str, ...]) -> None:
-    """Train something small, synchronously and then asynchronously.
-
-    In a checkout this is examples/mnist.py, which gets ARGS. From an installed package it is a
-    linear regression in numpy, which needs nothing else.
-    """
-    example = Path(__file__).parents[2] / "examples" / "mnist.py"
-    if example.is_file() and importlib.util.find_spec("torch") is not None:
-        click.echo(f"Running {example}")
-        sys.path.insert(0, str(example.parent))
-        try:
-            module = load_script(example, args)
-        except ModuleNotFoundError as error:
-            raise click.ClickException(
-                f"{example} needs {error.name}: pip install 'paramserve[torch,examples]'"
-            ) from error
-        raise click.exceptions.Exit(module.main(list(args)))
-    from paramserve.cli.demo import main as numpy_demo
-
-    if args:
-        raise click.UsageError("the numpy demo takes no arguments")
-    numpy_demo()
-
-
 for command in (*COMMANDS, debug, doctor, checkpoints, report):
     cli.add_command(command)
-
-
-@cli.command()
-@click.option("--tiny", is_flag=True, help="A second, to see that it works.")
-def bench(tiny: bool) -> None:
-    """Measure push_pull on this machine: latency, and bandwidth beside memcpy."""
-    from paramserve.cli.bench import main as measure
-
-    measure(tiny=tiny)
 
 
 def _save(result: Result, path: str) -> str:

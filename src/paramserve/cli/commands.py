@@ -14,6 +14,10 @@ REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "certs": "in a clone, `python deploy/certificates.py DIR` makes certificates for tests; "
         "elsewhere, `pip install trustme` and `python -m trustme`",
+        "demo": "in a clone, `make demo` trains MNIST, and `python examples/linear_regression.py` "
+        "needs no torch; elsewhere, docs/tutorial/01_first_run.md has a script",
+        "bench": "in a clone, `python -m benchmarks.push_pull` measures this machine, and "
+        "`make bench` measures everything",
     }
 )
 """What replaces commands that there were."""

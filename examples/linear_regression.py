@@ -1,7 +1,9 @@
-"""`paramserve demo` without torch: a linear regression, synchronously and asynchronously.
+"""A linear regression without torch, synchronously and then asynchronously.
 
 Four workers have a part of the data each. They pull the weights, compute the gradient of the mean
 squared error on a batch in numpy, and push it; the servers apply SGD.
+
+    python examples/linear_regression.py
 """
 
 from __future__ import annotations
@@ -13,10 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from paramserve.consistency.built_in import Async, Sync
-from paramserve.launch import run
-from paramserve.rules.sgd import SGD
-from paramserve.worker import Worker
+import paramserve as ps
 
 FEATURES = 50
 SAMPLES = 2_000
@@ -36,11 +35,11 @@ def dataset(part: int) -> tuple[Array, Array, Array]:
     return inputs, inputs @ truth + 0.1 * random.normal(size=SAMPLES), truth
 
 
-def train(worker: Worker) -> tuple[float, float]:
+def train(worker: ps.Worker) -> tuple[float, float]:
     """One worker's part: returns its loss before and after."""
     inputs, targets, _ = dataset(worker.rank)
     client = worker.client
-    client.define("w", np.zeros(FEATURES), rule=SGD(lr=LR))
+    client.define("w", np.zeros(FEATURES), rule=ps.SGD(lr=LR))
     weights = client.pull("w")
     first = float(np.mean((inputs @ weights - targets) ** 2))
     random = np.random.default_rng((worker.seed, worker.rank))
@@ -59,10 +58,14 @@ def main() -> None:
         f"Linear regression, {FEATURES} weights on 2 servers, {WORKERS} workers, {STEPS} steps each"
     )
     table = Table("run", "loss before", "loss after", "distance to the truth", "staleness")
-    for name, policy in (("sync", Sync(reduce="mean")), ("async", Async())):
-        result = run(train, workers=WORKERS, servers=2, consistency=policy, seed=0)
+    for name, policy in (("sync", ps.Sync(reduce="mean")), ("async", ps.Async())):
+        result = ps.run(train, workers=WORKERS, servers=2, consistency=policy, seed=0)
         before, after = np.mean(list(result.returns.values()), axis=0)
         distance = np.linalg.norm(np.asarray(result.state_dict("default")["w"]) - dataset(0)[2])
         stale = max((each.max for each in result.staleness.values()), default=0)
         table.add_row(name, f"{before:.3f}", f"{after:.3f}", f"{distance:.3f}", f"up to {stale}")
     console.print(table)
+
+
+if __name__ == "__main__":
+    main()

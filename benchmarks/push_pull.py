@@ -1,19 +1,21 @@
-"""`paramserve bench`: what one `push_pull` takes on this machine, beside memcpy in the same run."""
+"""What one `push_pull` takes on this machine, beside memcpy in the same run. Needs no rival.
+
+python -m benchmarks.push_pull
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paramserve.client import Client
-from paramserve.launch.cluster import Cluster
-from paramserve.rules.sgd import SGD
+import paramserve as ps
 
 
 class Case(NamedTuple):
@@ -28,19 +30,22 @@ CASES = (Case("8 KB", 8 << 10, 5_000), Case("1 MB", 1 << 20, 1_000), Case("100 M
 TINY = (Case("8 KB", 8 << 10, 100), Case("1 MB", 1 << 20, 10))
 
 
-def main(*, tiny: bool = False) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a second, to see that it works")
+    tiny = parser.parse_args(argv).tiny
     table = Table("float32", "push_pull, median", "99%", "GB/s both ways", "of two memcpys")
-    with Cluster(servers=1) as cluster:
+    with ps.Cluster(servers=1) as cluster:
         client = cluster.client()
         for case in TINY if tiny else CASES:
             table.add_row(*measure(client, case))
     Console().print(table)
 
 
-def measure(client: Client, case: Case) -> tuple[str, ...]:
+def measure(client: ps.Client, case: Case) -> tuple[str, ...]:
     """One row: the gradient is in `client.gradient`, the values stay in their slot."""
     name, size = case.name, case.nbytes // 4
-    client.define(name, np.zeros(size, np.float32), rule=SGD(lr=0.01))
+    client.define(name, np.zeros(size, np.float32), rule=ps.SGD(lr=0.01))
 
     def push_pull() -> None:
         client.push_pull({name: client.gradient(name)}, copy=False)
@@ -76,3 +81,7 @@ def _timed(
 
 def _shown(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+if __name__ == "__main__":
+    main()
