@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from os import sched_yield
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -119,9 +120,10 @@ class Slot:
     """
 
     __slots__ = (
-        *("_array", "_tensors", "arena", "bytes", "memory"),
-        *("offset", "pulled", "pushed", "words"),
+        *("__weakref__", "_array", "_tensors", "arena", "bytes", "memory"),
+        *("offset", "own", "pulled", "pushed", "words"),
     )
+    own: ref[Slot]
 
     def __init__(self, arena: int, offset: int, memory: Bytes) -> None:
         self.arena = arena
@@ -283,7 +285,7 @@ class Links:
         """A slot of each of these sizes.
 
         Raises:
-            As `take`. None is taken.
+            As `take`. None stays taken.
         """
         slots: list[Slot] = []
         with self._lock:
@@ -291,16 +293,14 @@ class Links:
                 raise self._ended()
             if self.returned:
                 self._take_returned()
+            if self._pool.lost:
+                self._pool.reclaim(quiet=not any(each.session.unanswered for each in self.shards))
             self._takes += 1
             if self._takes >= TRIM_TAKES:
                 self._trim()
-            try:
-                for nbytes in sizes:
-                    slot = self._pool.take(nbytes)
-                    slots += [slot if slot is not None else self._grow(nbytes)]
-            except BaseException:
-                self.let_go(slots)
-                raise
+            for nbytes in sizes:  # where one fails, the others are lost, and free again
+                slot = self._pool.take(nbytes)
+                slots += [slot if slot is not None else self._grow(nbytes)]
         return slots
 
     def _take_returned(self) -> None:

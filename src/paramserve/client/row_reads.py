@@ -207,15 +207,11 @@ class RowReads:
             return reads
         self._steps.begin(timeout_s, "pull", len(asked))
         parts: list[StepParts] = []
-        try:
-            for read in asked:
-                read.pull = lay_pull(
-                    self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
-                )
-                parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
-        except BaseException:
-            self._exchange.give_back([slot for each in parts for slot in each.read_slots])
-            raise
+        for read in asked:
+            read.pull = lay_pull(
+                self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
+            )
+            parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         for read, ticket in zip(asked, self._steps.send(parts), strict=True):
             read.ticket = ticket
         return reads

@@ -174,15 +174,11 @@ class StepParts(Struct, frozen=True, eq=False):
         return [slot for _, slot in self.pushes] + [each.slot for each in self.row_pushes]
 
     @property
-    def read_slots(self) -> list[Slot]:
-        """Those of rows that are read."""
-        return [each.slot for each in self.row_pulls]
-
-    @property
     def taken_slots(self) -> list[Slot]:
         """Those that go back where nothing is sent."""
         gradients = [] if self.lent else [slot for _, slot in self.pushes]
-        return [*gradients, *(each.slot for each in self.row_pushes), *self.read_slots]
+        rows = [each.slot for each in self.row_pushes]
+        return [*gradients, *rows, *(each.slot for each in self.row_pulls)]
 
 
 def check_weight(weight: float | None) -> None:

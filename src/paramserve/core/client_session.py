@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import ref
 
 from msgspec import Struct, structs
 
@@ -53,6 +54,7 @@ class Operation(Struct, eq=False):
         self.complete = True
         if self.on_complete is not None:
             self.on_complete()
+            self.on_complete = None  # it refers to this, and to slots
 
     def failed(self, error: ParamServeError) -> None:
         """One shard will never answer."""
@@ -65,6 +67,7 @@ class Operation(Struct, eq=False):
         self.complete = True
         if self.on_complete is not None:
             self.on_complete()
+            self.on_complete = None  # it refers to this, and to slots
 
     def _refused(self, shard: int, reply: Refused) -> None:
         self.refused[shard] = reply
@@ -203,7 +206,14 @@ def _not_looked_at(message: ShardRequest) -> ShardRequest:
     return message
 
 
-S = TypeVar("S")
+class Pooled(Protocol):
+    """What a pool gives out."""
+
+    own: ref[Any]
+    """To itself; the pool sets it."""
+
+
+S = TypeVar("S", bound=Pooled)
 
 
 class SlotPool(Generic[S]):
@@ -213,16 +223,21 @@ class SlotPool(Generic[S]):
     One that is given back is used again as it is for its own size, since steps repeat their sizes.
     When nothing fits, what is free is joined with its free neighbours and cut anew.
 
+    The pool refers to no slot that is taken. One that nothing else refers to either has been lost:
+    an interrupt came when its owner changed. `reclaim` makes it free.
+
     Args:
-        make: the owner's own object for a slot, from (arena, offset, size in bytes); hashable.
+        make: the owner's own object for a slot, from (arena, offset, size in bytes).
     Attributes:
+        taken: slots in use, with their sizes.
+        lost: slots that nothing refers to; of those that were free, some.
         in_use: bytes of the slots that are taken.
         peak: the most that it was; the owner may set it back.
     """
 
     def __init__(self, make: Callable[[int, int, int], S]) -> None:
-        self.taken: dict[S, int] = {}
-        """Slots in use, with their sizes."""
+        self.taken: dict[ref[S], int] = {}
+        self.lost = deque[ref[S]]()
         self.in_use = 0
         self.peak = 0
         self._make = make
@@ -231,7 +246,7 @@ class SlotPool(Generic[S]):
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         """By arena: begin and end of what is free and no slot, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
-        self._at: dict[S, tuple[int, int, int]] = {}
+        self._at: dict[ref[S], tuple[int, int, int]] = {}
         """Arena, begin and size of each slot, free or taken."""
 
     def add_arena(self, number: int, start: int, nbytes: int) -> None:
@@ -248,7 +263,7 @@ class SlotPool(Generic[S]):
             self._join()
             slot = self._cut(size)
         if slot is not None:
-            self.taken[slot] = size
+            self.taken[slot.own] = size
             self.in_use += size
             if self.in_use > self.peak:
                 self.peak = self.in_use
@@ -269,7 +284,8 @@ class SlotPool(Generic[S]):
                 start, end = gaps[index]
                 gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
                 slot = self._make(number, start, size)
-                self._at[slot] = (number, start, size)
+                slot.own = ref(slot, self.lost.append)
+                self._at[slot.own] = (number, start, size)
                 return slot
         return None
 
@@ -310,7 +326,23 @@ class SlotPool(Generic[S]):
         """The last owner of slots lets go of them. Those who take as many in the same order get the
         same ones: what was said of a slot is then said again."""
         for slot in reversed(slots):
-            size = self.taken[slot]
-            del self.taken[slot]
+            size = self.taken[slot.own]
+            del self.taken[slot.own]
             self.in_use -= size
             self._free[size] += [slot]
+
+    def reclaim(self, *, quiet: bool) -> None:
+        """Make slots free that were lost.
+
+        Args:
+            quiet: whether no request is under way, which might speak of one.
+        """
+        for _ in range(len(self.lost)):
+            own = self.lost[0]
+            if own in self.taken and not quiet:
+                self.lost.rotate(-1)
+                continue
+            if own in self.taken:
+                self.in_use -= self.taken[own]
+                del self.taken[own]
+            self.lost.popleft()

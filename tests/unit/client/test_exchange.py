@@ -13,7 +13,7 @@ import pytest
 from tests.unit.client.fakes import Links
 
 from paramserve.client import exchange as module
-from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange
+from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange, Slot
 from paramserve.config import NO_CREDENTIALS, ConsistencySpec, Deadlines, Limits
 from paramserve.core.client_session import Operation
 from paramserve.errors import (
@@ -143,25 +143,46 @@ def test_slots_are_aligned_and_never_share_bytes(bench: Bench) -> None:
 
 
 def test_arenas_grow_by_half_until_one_slot_needs_more(bench: Bench) -> None:
+    slots = list[Slot]()
     for taken in range(1, 31):
-        bench.exchange.take(FIRST_ARENA_BYTES - 64)
+        slots.append(bench.exchange.take(FIRST_ARENA_BYTES - 64))
         sizes = [FIRST_ARENA_BYTES, *bench.links[0].attached]
         assert sum(sizes) <= max(1.5 * taken, taken + 1) * FIRST_ARENA_BYTES
     assert bench.links[1].attached == sizes[1:]
     assert len(sizes) <= 10
-    bench.exchange.take(100 << 20)
+    slots.append(bench.exchange.take(100 << 20))
     assert bench.links[0].attached[-1] == (100 << 20) + 128
 
 
 def test_refused_growth_falls_back_to_what_is_needed(bench: Bench) -> None:
     bench.links[1].refuse_arenas_over = 700_000
-    bench.exchange.take(FIRST_ARENA_BYTES - 64)
+    held = [bench.exchange.take(FIRST_ARENA_BYTES - 64)]
     slot = bench.exchange.take(500_000)
     assert bench.links[1].attached == [500_128]
     with pytest.raises(Overloaded):
         bench.exchange.take(800_000)
     bench.exchange.give_back([slot])
     assert bench.exchange.take(500_000) is slot
+    assert held[0].arena != slot.arena
+
+
+def test_lost_slots_are_free_at_the_next_take_when_no_request_may_speak_of_them(
+    bench: Bench,
+) -> None:
+    pool = bench.exchange._pool
+    lost = bench.exchange.take(64)
+    place = lost.arena, lost.offset
+    bench.submit()
+    del lost  # as by an interrupt
+    second = bench.exchange.take(64)
+    assert (second.arena, second.offset) != place
+    assert pool.in_use == 128
+    bench.answer(1)
+    assert bench.exchange.settle(1.0)
+    third = bench.exchange.take(64)
+    assert pool.in_use == 128
+    bench.exchange.give_back([second, third])
+    assert pool.in_use == 0
 
 
 # --- links ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +150,21 @@ def test_session_abandon_fails_everything_unanswered() -> None:
 # --- slots
 
 
+class At:
+    """A slot."""
+
+    own: Any
+
+    def __init__(self, arena: int, offset: int, size: int) -> None:
+        self.place = arena, offset
+
+
+def take(pool: SlotPool[At], nbytes: int) -> At:
+    slot = pool.take(nbytes)
+    assert slot is not None
+    return slot
+
+
 @st.composite
 def actions(draw: st.DrawFn) -> list[int]:
     """Positive: take so many bytes; negative: give back one of those taken."""
@@ -156,11 +173,11 @@ def actions(draw: st.DrawFn) -> list[int]:
 
 @given(actions())
 def test_slots_never_overlap(steps: list[int]) -> None:
-    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool = SlotPool(At)
     arenas = {1: 1024, 2: 4096}
     for number, nbytes in arenas.items():
         pool.add_arena(number, SLOT_ALIGN, nbytes)
-    owned: dict[tuple[int, int], int] = {}
+    owned: dict[At, int] = {}
     for step in steps:
         if step < 0:
             if owned:
@@ -171,59 +188,85 @@ def test_slots_never_overlap(steps: list[int]) -> None:
         taken = pool.take(step)
         if taken is None:
             continue
-        arena, offset = taken
+        arena, offset = taken.place
         assert taken not in owned
         assert offset % SLOT_ALIGN == 0
         assert offset >= SLOT_ALIGN
         assert offset + step <= arenas[arena]
-        for (other, start), size in owned.items():
+        for slot, size in owned.items():
+            other, start = slot.place
             assert other != arena or offset + step <= start or start + size <= offset
         owned[taken] = step
-    assert set(pool.taken) == set(owned)
+    assert {own() for own in pool.taken} == set(owned)
 
 
 def test_slot_given_back_is_used_again_for_its_size_and_cut_for_another() -> None:
-    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool = SlotPool(At)
     pool.add_arena(1, 0, 192)
-    first, second = pool.take(100), pool.take(1)
-    assert (first, second) == ((1, 0), (1, 128))
+    first, second = take(pool, 100), take(pool, 1)
+    assert (first.place, second.place) == ((1, 0), (1, 128))
     assert pool.take(1) is None
-    pool.give_back([(1, 0)])
-    assert pool.take(65) == (1, 0)
-    pool.give_back([(1, 0)])
-    assert (pool.take(1), pool.take(1)) == ((1, 0), (1, 64))
+    pool.give_back([first])
+    assert take(pool, 65) is first
+    pool.give_back([first])
+    small = take(pool, 1), take(pool, 1)
+    assert [each.place for each in small] == [(1, 0), (1, 64)]
     assert pool.take(1) is None
 
 
 def test_free_neighbours_are_joined_for_a_larger_slot() -> None:
-    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool = SlotPool(At)
     pool.add_arena(1, 0, 256)
-    slots = [pool.take(64) for _ in range(4)]
+    slots = [take(pool, 64) for _ in range(4)]
     for slot in slots[1:3]:
-        assert slot is not None
         pool.give_back([slot])
     assert pool.take(192) is None
-    assert pool.take(128) == (1, 64)
+    large = take(pool, 128)
+    assert large.place == (1, 64)
     assert (pool.in_use, pool.peak) == (256, 256)
 
 
 def test_arena_that_no_slot_is_taken_in_can_be_dropped() -> None:
-    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool = SlotPool(At)
     pool.add_arena(1, 0, 128)
     pool.add_arena(2, 0, 128)
-    first, _, third = (pool.take(64) for _ in range(3))
-    assert third == (2, 0)
+    first, second, third = (take(pool, 64) for _ in range(3))
+    assert third.place == (2, 0)
     pool.give_back([third])
     assert pool.unused() == [2]
     pool.drop_arena(2)
-    assert first is not None
     pool.give_back([first])
     assert pool.unused() == []
-    assert [pool.take(64), pool.take(64)] == [(1, 0), None]
+    assert (take(pool, 64).place, pool.take(64)) == ((1, 0), None)
+    assert second.place == (1, 64)
+
+
+def test_slot_that_nothing_refers_to_is_free_again_when_no_request_speaks_of_it() -> None:
+    pool = SlotPool(At)
+    pool.add_arena(1, 0, 128)
+    first, second = take(pool, 64), take(pool, 64)
+    del first
+    pool.reclaim(quiet=False)
+    assert (pool.take(64), pool.in_use) == (None, 128)
+    pool.reclaim(quiet=True)
+    assert (pool.in_use, len(pool.lost)) == (64, 0)
+    assert (take(pool, 64).place, second.place) == ((1, 0), (1, 64))
+
+
+def test_free_slots_that_are_cut_anew_count_as_lost_no_longer_than_until_the_next_look() -> None:
+    pool = SlotPool(At)
+    pool.add_arena(1, 0, 128)
+    pool.give_back([take(pool, 64)])
+    large = take(pool, 128)
+    assert len(pool.lost) == 1
+    pool.reclaim(quiet=False)
+    assert (pool.in_use, len(pool.lost)) == (128, 0)
+    pool.give_back([large])
+    assert pool.in_use == 0
 
 
 def test_slot_that_is_free_cannot_be_given_back() -> None:
-    pool = SlotPool(lambda arena, offset, size: (arena, offset))
+    pool = SlotPool(At)
     pool.add_arena(1, 0, 64)
     slot = pool.take(0)
     assert slot is not None
