@@ -538,7 +538,7 @@ class Worker:
         """Steps that the function has gone through since it began, with those that loaders have
         left out or that it has gone on behind: where a rank is that was restarted or added. With
         leased loaders ranks are at other steps in the same call."""
-        exact = not (self._leased_loaders or self.course.between_sums)
+        exact = not self._leased_loaders and self.course.place_known
         if self._clock > self.client.steps.resumed.get(self.groups[0], 0):
             return Place(self._clock, exact)
         left = self.course.look_left() if self.incarnation > 1 else self._clock

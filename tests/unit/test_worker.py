@@ -33,7 +33,7 @@ class RecordsCalls:
         self.retiring = self.restarts = False
         self.resumed: dict[str, int] = {}
         self.clocks = {"default": 4, "model": 7}
-        self.connection = self.steps = self
+        self.connection = self.steps = self.saving = self
         self.calls: list[Any] = []
         self.policies: dict[str, Policy] = {}
 
@@ -59,6 +59,9 @@ class RecordsCalls:
 
     def drain(self) -> None:
         self.calls.append("drain")
+
+    def kept(self, name: str) -> bytes:
+        return b""
 
     def close(self) -> None:
         self.calls.append("close")

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 SHAPES = "shapes of loaders"
 """What a worker saves of its loaders."""
+MADE = "steps with batches"
+"""What it saves of its steps where it has several optimizers."""
 TOLD = PASSES, UNDER_WAY = "passes", "passes under way"
 """What it saves of passes with batches that were in no step."""
-INEXACT = (
-    "it may make other steps than before, or with other samples. To fix: take steps=n of "
-    "worker.loader in place of break, and one loader for all rounds"
-)
 SHAPES_MAX = 64
 """Loaders' shapes that are saved. Behind steps with more of them no shape is refused."""
 
@@ -46,6 +44,20 @@ class Shape(NamedTuple):
         return f"{self.samples} samples in batches of {self.batch_size}{several}"
 
 
+class Made(msgspec.Struct, frozen=True, array_like=True):
+    """How many steps a worker has made, each with other batches, with those that were decided
+    without it: with several optimizers this is the clock of none of them, as where they step in
+    turn.
+
+    Attributes:
+        clock: of this group behind these steps: with it, later missed ones are counted.
+    """
+
+    steps: int
+    group: str
+    clock: int
+
+
 class Epochs:
     """What loaders that go on from each other have in common.
 
@@ -55,7 +67,7 @@ class Epochs:
         passes: that were begun and count for restarts, with those that were left out.
         stepped: whether steps were made in a pass.
         number: of these loaders among the worker's, in the order of their first passes; -1: none.
-        summed: steps left out so far of passes that are known by their sums.
+        summed: steps left out with the first of the passes that are known by their sums.
     """
 
     def __init__(self) -> None:
@@ -78,15 +90,13 @@ class Course:
         self._worker = worker
         self._steps_left: int | None = None
         """None: no loader has asked yet."""
-        self._counted: set[str] = set()
-        """Groups that the worker stepped on when a loader asked."""
+        self._before = 0
+        """Steps of older incarnations."""
+        self._made: bytes = b""
+        """What was told of `Made`; empty: the steps are the clock of the worker's first group."""
         self._loaders = 0
         self._irregular: IrregularPasses | None = None
         """None: the servers were not asked."""
-        self._inexact = False
-        """Whether it was said that sums do not tell enough."""
-        self._trained = 0
-        """Loaders that passes with gradients on were begun over."""
         self._ahead = 0
         """Steps that were left out with the first of the passes that are known by their sums."""
         self._active: list[Pass] = []
@@ -96,6 +106,7 @@ class Course:
         self._clocks: dict[str, int] = {}
         """By group, when it was looked at last."""
         self._moves = 0
+        """How often groups were seen to step, and clocks that `late` has counted."""
         self._stepping = ""
         """The group that was seen to step last."""
 
@@ -105,9 +116,7 @@ class Course:
     def steps_left(self) -> int:
         """Steps of older incarnations whose batches no loader has left out yet.
 
-        A loader lowers it by those that it leaves out; the next one leaves out what is beyond. With
-        an optimizer that is adopted when all of these are left out, or that has taken over from the
-        ones before, as for a second phase of the training, its own steps begin to count.
+        A loader lowers it by those that it leaves out; the next one leaves out what is beyond.
         """
         self._worker.client.steps.clock_read = True
         return self._look_left()
@@ -117,27 +126,49 @@ class Course:
         self._steps_left = steps
 
     @property
-    def between_sums(self) -> bool:
-        """Whether the program is at passes that are known by their sums, so that how many of their
-        steps it has gone through is not known."""
-        return self._ahead > 0
+    def place_known(self) -> bool:
+        """Whether `look_left` tells at which clock the program is."""
+        return not (self._ahead or (self._look_left() and self._made))
 
     def look_left(self) -> int:
-        """`steps_left`, for a caller that leaves none out; of passes that are known by their sums
-        all steps are left until the last one is left out."""
-        return self._look_left() + self._ahead
+        """Clocks of the worker's first group that the program has not gone through, for a caller
+        that leaves none out; where they are not known, at least these."""
+        left = self._look_left()
+        if left and self._made:
+            return self._clock
+        return left + self._ahead
+
+    @property
+    def _clock(self) -> int:
+        return self._worker.client.steps.clocks.get(self._worker.groups[0], 0)
 
     def _look_left(self) -> int:
         worker = self._worker
         if self._steps_left is None:
-            clock = worker.client.steps.clocks.get(worker.groups[0], 0)
-            self._steps_left = clock if worker.incarnation > 1 else 0
-        elif worker.incarnation > 1 and (not self._steps_left or self._counted <= worker.ended):
-            new = [group for group in worker.groups if group not in self._counted]
-            if new or not self._steps_left:
-                self._steps_left = worker.client.steps.resumed.get(new[0], 0) if new else 0
-        self._counted.update(worker.groups)
+            self._made = worker.client.saving.kept(MADE) if worker.incarnation > 1 else b""
+            self._steps_left = self._clock if worker.incarnation > 1 else 0
+            if self._made:
+                made = msgspec.msgpack.decode(self._made, type=Made)
+                missed = worker.client.steps.resumed.get(made.group, 0) - made.clock
+                self._steps_left = made.steps + max(missed, 0)
+            self._before = self._steps_left
         return self._steps_left
+
+    def _pack_made(self) -> bytes | None:
+        """What has changed since the step before; None: nothing. Asked in each step."""
+        groups, packed = self._worker.groups, b""
+        self._look_left()  # what older incarnations have told
+        if len(groups) > 1:
+            client, steps = self._worker.client, self._before + self._moves + 1
+            stepping = client.saving.stepping
+            if steps != self._clock + (groups[0] in stepping):
+                group = stepping[0]
+                made = Made(steps, group, client.steps.clocks.get(group, 0) + 1)
+                packed = msgspec.msgpack.encode(made)
+        if packed == self._made:
+            return None
+        self._made = packed
+        return packed
 
     # --- what the loaders look like ---------------------------------------------------------------
 
@@ -200,7 +231,6 @@ class Course:
         if resume:
             irregular = self._known(epochs)
             found.number = epochs.passes
-            self._trained += trains and not found.number
             epochs.passes += 1
             # With gradients off it is an evaluation, unless steps were made in such a pass.
             counts = trains or epochs.number in irregular
@@ -227,7 +257,6 @@ class Course:
         found.epochs = known.epochs or extent.epochs
         if self.steps_left or self._ahead:
             found.start = extent.length
-            self._check_sums(exact=steps == known.steps(extent))
             return
         found.start = steps * extent.per_step + known.skipped
         if known.end == 0:
@@ -263,18 +292,13 @@ class Course:
     def leave_out(self, epochs: Epochs, passes: int, steps: int) -> None:
         """Begin behind the next whole passes over a loader, with their steps."""
         left = self.steps_left
-        self._trained += bool(passes) and not epochs.passes
         if epochs.passes < self._known(epochs).of(epochs.number).passes:
             self._leave_out_summed(epochs, epochs.passes + passes)
         self.steps_left = left - steps
         epochs.passes += passes
 
     def _leave_out_summed(self, epochs: Epochs, behind: int) -> int:
-        """Leave out passes that are known by their sums; how many steps.
-
-        These are those of all of them, as far as they are left: where optimizers follow each other,
-        those of the next one are left when it is adopted, and those of this one may be of passes
-        over another loader.
+        """Leave out passes that are known by their sums; how many steps: all with the first pass.
 
         Args:
             behind: the pass where the program goes on.
@@ -285,19 +309,7 @@ class Course:
         self._ahead += steps
         if behind >= record.passes:
             self._ahead -= epochs.summed
-        self._check_sums(exact=epochs.summed == record.steps or self._trained == 1)
         return steps
-
-    def _check_sums(self, *, exact: bool) -> None:
-        """Say once where sums do not tell in which passes steps were made, because optimizers
-        followed each other while there were several loaders."""
-        if not (exact or self._inexact):
-            self._inexact = True
-            warn_user(
-                f"rank {self._worker.rank} goes on behind passes over several loaders with batches "
-                "that were in no step: of the older passes only the sums are known, and optimizers "
-                f"followed each other in them: {INEXACT}"
-            )
 
     def _known(self, epochs: Epochs) -> IrregularPasses:
         """The passes that are known, once the loader has its number."""
@@ -313,7 +325,9 @@ class Course:
                 warn_user(
                     f"rank {worker.rank} goes on behind loops over more loaders than are known one "
                     f"by one: of {self._irregular.forgotten} with batches that were in no step all "
-                    f"batches count as done, so that {INEXACT}"
+                    "batches count as done, so that it may make other steps than before, or with "
+                    "other samples. To fix: take steps=n of worker.loader in place of break, and "
+                    "one loader for all rounds"
                 )
         return self._irregular
 
@@ -342,6 +356,7 @@ class Course:
         if client.connection.restarts and not client.saving.asks(PASSES):
             client.saving.ask(PASSES, irregular.pack)
             client.saving.ask(UNDER_WAY, under_way)
+            client.saving.ask(MADE, self._pack_made)
 
     # --- clocks that went on without this worker --------------------------------------------------
 
@@ -355,7 +370,9 @@ class Course:
             group = self._stepping
             if group not in self._clocks or group in self._worker.ended:
                 group = next((g for g in self._clocks if g not in self._worker.ended), group)
-            self.late += missed.get(group, 0) - self._missed.get(group, 0)
+            late = missed.get(group, 0) - self._missed.get(group, 0)
+            self.late += late
+            self._moves += late
             self._missed = dict(missed)
 
     def forget_missed(self) -> None:
@@ -363,7 +380,7 @@ class Course:
         self._missed = dict(self._worker.client.steps.missed_by)
 
     def look(self) -> int:
-        """How often a group was seen to step so far; clocks that were missed are counted.
+        """A number that grows where a group was seen to step, or clocks were missed.
 
         Several optimizers may step in turn, as in the phases of a training, or with each batch.
         """
@@ -372,8 +389,9 @@ class Course:
         moved = [each for each, clock in self._clocks.items() if clock != before.get(each, clock)]
         if moved:
             self._moves += 1
-            if self._stepping not in moved:
-                self._stepping = moved[0]
+            most = max(moved, key=self._clocks.__getitem__)
+            if self._stepping not in moved or self._clocks[most] > self._clocks[self._stepping]:
+                self._stepping = most
         self._count_missed()
         return self._moves
 

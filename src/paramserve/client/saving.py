@@ -6,12 +6,13 @@ on behind this step finds it, one that takes the step again does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from paramserve.checkpoint import plain
 from paramserve.client.connection import Connection
+from paramserve.client.step_parts import StepParts
 from paramserve.errors import Overloaded, Timeout
 from paramserve.messages import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved
 
@@ -41,6 +42,8 @@ class Saving:
         self._number = connection.incarnation << COUNT_BITS
         self._asked: dict[str, Callable[[], bytes | None]] = {}
         """Functions that are asked at each step, by name."""
+        self._parts: Sequence[StepParts] = ()
+        """Of the step that is about to be sent."""
         self._waiting: dict[str, Saved] = {}
         """What no step has told."""
         self._told: dict[str, Saved] = {}
@@ -117,8 +120,14 @@ class Saving:
         self._number += 1
         self._waiting[name] = Saved(name, self._number, data)
 
-    def due(self) -> tuple[Saved, ...]:
+    @property
+    def stepping(self) -> list[str]:
+        """For a function that is asked: the groups whose clocks end with the step."""
+        return [each.block.group_name for each in self._parts if each.options.tick]
+
+    def due(self, parts: Sequence[StepParts]) -> tuple[Saved, ...]:
         """What the step that is about to be sent tells. Raises what `save` raises."""
+        self._parts = parts
         for name, function in list(self._asked.items()):
             data = function()
             if data is not None:

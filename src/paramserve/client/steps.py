@@ -418,7 +418,7 @@ class Steps(ClientClocks):
                     ticked, last = True, each
                     leased = leased or each.block.table is None or each.leased
             if self.saving is not None and ticked:
-                saved = self.saving.due()
+                saved = self.saving.due(ordered)
             mark = self.next_mark() if leased and self.next_mark is not None else None
             if ticked:
                 exchange.unfinished = "a step"
