@@ -340,8 +340,145 @@ def test_worker_that_comes_back_has_the_values_of_layers_that_were_added(
         ranks.end()
         assert_equal(ranks.returned[1], ranks.returned[0])
     else:
-        with pytest.warns(UserWarning, match="rank 1 came to a run .* trains 'body.weight'"):
+        with pytest.warns(UserWarning, match="rank 1 came to a run .* has trained 'body.weight'"):
             ranks.end()
+
+
+def three_layers() -> nn.ModuleDict:
+    layers = {"body": nn.Linear(3, 4), "head": nn.Linear(4, 1), "extra": nn.Linear(3, 1)}
+    return filled(nn.ModuleDict(layers))
+
+
+def unfrozen_before(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A layer that is trained from a clock on requires gradients there when it is adopted."""
+    model, start = two_layers(), worker.clock
+    model["body"].requires_grad_(start > 2)
+    optimizer = worker.optimizer(model, Adam(model.parameters(), lr=0.02))
+    halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for number in range(start, STEPS):
+        at(number)
+        if number == 2:
+            model["body"].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, worker.rank, number).backward()
+        optimizer.step()
+        halved.step()
+    return own(model)
+
+
+def frozen_again_before_more(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A layer is trained for two steps; later another one is added."""
+    model, start = three_layers(), worker.clock
+    model["body"].requires_grad_(False)
+    params = [*model["body"].parameters(), *model["head"].parameters()]
+    optimizer = worker.optimizer(model, Adam(params, lr=0.02))
+    for number in range(start, STEPS):
+        at(number)
+        if number in (1, 3):
+            model["body"].requires_grad_(number == 1)
+        if number == 4:
+            optimizer.add_param_group({"params": list(model["extra"].parameters())})
+        optimizer.zero_grad()
+        loss = loss_of(model, worker.rank, number)
+        (loss + model["extra"](torch.ones(1, 3)).square().sum()).backward()
+        optimizer.step()
+    return own(model)
+
+
+def adopted_after_a_replacement(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    model, start = two_layers(), worker.clock
+    model["book"] = filled(nn.Linear(3, 1, bias=False))
+    params = [*model["body"].parameters(), *model["book"].parameters()]
+    optimizers = [worker.optimizer(model, SGD(params, lr=0.1))]
+    for number in range(start, STEPS):
+        at(number)
+        if number == 0:
+            model["book"].weight = nn.Parameter(torch.full((1, 3), 0.5))
+        with torch.no_grad():
+            model["book"].weight.mul_(0.9)
+        if number >= 2 and len(optimizers) == 1:
+            head = SGD(model["head"].parameters(), lr=0.1)
+            optimizers.append(worker.optimizer(model, head, name="head"))
+        model.zero_grad()
+        (loss_of(model, worker.rank, number) * model["book"].weight.detach().sum()).backward()
+        for each in optimizers:
+            each.step()
+    return own(model)
+
+
+@pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
+@pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained 'body")
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "program", [unfrozen_before, frozen_again_before_more, adopted_after_a_replacement]
+)
+def test_rank_that_came_back_takes_the_blocks_as_the_servers_have_them(
+    make_cluster: MakeCluster, program: Callable[..., State], victim: int
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            def at(number: int) -> None:
+                if (worker.rank, worker.incarnation, number) == (victim, 1, 4):
+                    worker.client.drain()
+                    raise Killed
+
+            return program(worker, at)
+
+        return train
+
+    first, unbroken = ended(make_cluster, training(None))
+    cluster, ranks = ended(make_cluster, training(victim))
+    assert ranks.restarts == [victim]
+    for rank in (0, 1):
+        assert_equal(ranks.returned[rank], unbroken.returned[rank])
+    assert_equal(read(cluster), read(first))
+    if program is adopted_after_a_replacement:
+        assert_equal(read(cluster, "head"), read(first, "head"))
+
+
+def test_added_rank_takes_the_blocks_as_the_servers_have_them(make_cluster: MakeCluster) -> None:
+    cluster, clocks = make_cluster(workers=1, restarts=True, policy=ps.Sync()), list[int]()
+
+    def train(worker: ps.Worker) -> State:
+        def at(number: int) -> None:
+            if worker.rank == 0:
+                clocks.append(number)
+                wait_until(lambda: number < 4 or worker.client.connection.all_live([1]))
+                if number == 4:
+                    wait_until(lambda: came)
+            else:
+                came.append(number)
+
+        return unfrozen_before(worker, at)
+
+    came = list[int]()
+    ranks = Ranks(cluster, train).start(0)
+    ranks.until(lambda: 4 in clocks)
+    cluster.scale(2)
+    ranks.start(1).end()
+    assert came[0] >= 4
+    assert_equal(ranks.returned[1], ranks.returned[0])
+
+
+def test_optimizer_that_is_adopted_later_leaves_the_buffers_of_each_rank(
+    make_cluster: MakeCluster,
+) -> None:
+    def train(worker: ps.Worker) -> float:
+        model = two_layers()
+        model.register_buffer("seen", torch.zeros(1))
+        optimizers = [worker.optimizer(model, SGD(model["body"].parameters(), lr=0.1))]
+        for number in range(3):
+            if number == 1:
+                head = SGD(model["head"].parameters(), lr=0.1)
+                optimizers.append(worker.optimizer(model, head, name="head"))
+            model.seen += worker.rank + 1
+            loss_of(model, worker.rank, number).backward()
+            for each in optimizers:
+                each.step()
+        return float(model.seen)
+
+    _, ranks = ended(make_cluster, train)
+    assert ranks.returned == {0: 3.0, 1: 6.0}
 
 
 # --- values that a rank assigns -------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from time import perf_counter
@@ -28,12 +28,12 @@ from paramserve.pytorch.block import (
     Layout,
     lay_out,
     sharing,
-    split,
 )
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.changing import Changing
 from paramserve.pytorch.codecs import Codecs, CodecsByName, split_by_codec
 from paramserve.pytorch.embedding import Rows
+from paramserve.pytorch.existing import Existing
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
 from paramserve.pytorch.naming import Names, Slot, extra_states
@@ -189,8 +189,8 @@ class Adopted(ABC, Generic[B]):
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
-        self._again = worker.incarnation > 1
-        """An older incarnation of this worker may have adopted it."""
+        again = worker.incarnation > 1 and settings.name in worker.client.steps.resumed
+        self._existing = Existing(worker.client, settings.name, late=self.late, again=again)
         self._schedules = Schedules(
             worker.client,
             settings.name,
@@ -203,7 +203,7 @@ class Adopted(ABC, Generic[B]):
         """Check everything, then define on rank 0 or wait for it, and take the values."""
         settings, worker = self._settings, self._worker
         self._check_codecs(groups)
-        plans = [each for index, group in enumerate(groups) for each in self._plan(index, group)]
+        plans = self._plans(dict(enumerate(groups)))
         found = self.tables.find(groups)
         taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
@@ -218,18 +218,17 @@ class Adopted(ABC, Generic[B]):
             self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
         )
         if settings.buffers != "local":
-            self._frozen.compare(worker.rank, self._changing.mine, again=self._again)
+            self._frozen.compare(worker.rank, self._changing.mine, self._existing)
         self._begin(plans, state)
         if plans:
             self._schedules.start(groups)
-        takes = self._changing.mine if self._again else self._changing.every
         self._untrained.start(
+            self._existing,
             define=worker.rank == 0,
-            take=takes if worker.rank != 0 or self.late else (),
+            take=self._changing.mine if worker.rank != 0 or self.late else (),
             links=() if plans else self._links(own, first=True),
         )
-        if self.late:
-            self._not_trained = self._take_served(takes)
+        self._not_trained = self._take_served()
         self._changing.start(again=worker.incarnation > 1)
         if worker.rank == 0:
             self._tell_extra_state()
@@ -339,7 +338,7 @@ class Adopted(ABC, Generic[B]):
         self._check_owner()
         self.names.look()
         found = self.tables.find([group])
-        self._define_later(self._plan(index, group))
+        self._define_later(self._plans({index: group}))
         self.tables.adopt(found, [group])
         self._keep_unserved([group])
         self._worker.stepped.extend(each.table.group for each in found)
@@ -372,78 +371,53 @@ class Adopted(ABC, Generic[B]):
         found = {key for key, param in self._unserved.items() if param.requires_grad}
         if not found:
             return
-        plans = [
-            plan
+        thawed = {
+            index: group
             for index, group in enumerate(groups)
             if any(id(param) in found for param in group["params"])
-            for plan in self._plan(index, group)
-        ]
-        self._define_later(plans)
+        }
+        self._define_later(self._plans(thawed))
         for key in found:
             del self._unserved[key]
         if self._worker.rank == 0:
             self._tell_extra_state()
 
-    def _take_served(self, takes: Set[str]) -> list[str]:
-        """Take, for what of the model this worker does not train, the values that its group has: it
-        may have been unfrozen, added, or moved, before this worker came.
+    def _take_served(self) -> list[str]:
+        """Take, for what of the model this worker's optimizers were not given, the values that the
+        group has: it may have been added before this worker came.
 
-        Args:
-            takes: names of what is taken if the group does not train it.
         Returns:
-            The names of what the group trains.
+            The names of what the group has trained before, and is not trained here at present.
         """
-        name, trained = self._settings.name, []
         mine = {
             slot.name: param
             for slot, param in self.names.first(self.names.parameters)
             if self._registry.owner(param) is None
         }
-        blocks = self._client.blocks() if mine else []
-        kept = [block for block in blocks if block.group_name == name + BUFFERS]
-        for block in (*kept, *(each for each in blocks if each.group_name == name)):
-            names = [piece.name for piece in block.pieces]
-            ours = block.rule is not None
-            wanted = mine.keys() if ours else mine.keys() & takes
-            if wanted.isdisjoint(names):
-                continue
-            values = torch.from_numpy(self._client.dense.fetch(block, 0)[0])
-            views = split(values, [piece.shape for piece in block.pieces])
-            with torch.no_grad():
-                for each, view in zip(names, views, strict=True):
-                    if each in wanted and mine[each].shape == view.shape:
-                        mine[each].copy_(view)
-            trained += [each for each in names if each in mine and ours]
-        return trained
+        parts = [part.layout for part in self._parts if self._existing.has(part.layout.names)]
+        frozen = [name for name, param in _named(parts) if is_frozen(param)]
+        return [*self._existing.take(mine), *frozen]
 
     def _warn_not_trained(self) -> None:
-        """Warn, at the first step, where this worker does not train what its group trains."""
+        """Warn, at the first step, where this worker does not train what its group has trained."""
         params = {name: self.names.parameters[name].value() for name in self._not_trained}
         left = [
             name
             for name, param in params.items()
-            if param is not None and self._registry.owner(param) is None
+            if param is not None and (self._registry.owner(param) is None or is_frozen(param))
         ]
         self._not_trained = []
         if left:
             shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
             warn_user(
-                f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} trains "
-                f"{shown} ({len(left)} in all), and does not train it: its model keeps the values "
-                "of now there, and its gradients are of those. To fix: unfreeze or add it by what "
-                "is true from then on, before the first step, as in `if worker.clock >= 100` or "
-                "`if epoch >= 1`: a loop leaves out the epochs that are done"
+                f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} has "
+                f"trained {shown} ({len(left)} in all), and does not train it: it sends no "
+                "gradients for it, and if it has not given it to the optimizer, its model keeps "
+                "the values of now. That is right where all ranks have stopped training it. Else "
+                "unfreeze or add it by what is true from then on, before the first step, as in "
+                "`if worker.clock >= 100` or `if epoch >= 1`: a loop leaves out the epochs that "
+                "are done"
             )
-
-    def _as_others_have(self, layout: Layout) -> Iterator[Layout]:
-        """Parameters as the blocks that they were defined in while this worker was not there."""
-        left = dict(zip(layout.names, layout.params, strict=True))
-        for block in self._client.blocks():
-            names = tuple(piece.name for piece in block.pieces)
-            if block.group_name == self._settings.name and left.keys() >= set(names):
-                yield layout._replace(names=names, params=tuple(map(left.pop, names)))
-        if left:
-            yield layout._replace(names=tuple(left), params=tuple(left.values()))
 
     # --- replaced parameters ----------------------------------------------------------------------
 
@@ -589,17 +563,30 @@ class Adopted(ABC, Generic[B]):
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[B]]:
         """The blocks that a parameter group becomes; raises for what is not supported."""
 
+    def _plans(self, groups: Mapping[int, ParamGroup]) -> list[Plan[B]]:
+        """The blocks that parameter groups become, by index of the group; raises as `_plan`."""
+        self._existing.look()
+        return [plan for index, group in groups.items() for plan in self._plan(index, group)]
+
     def _layouts(self, index: int, group: ParamGroup) -> list[Layout]:
-        """What a parameter group has that is trained and not on the servers yet."""
+        """What a parameter group has that is trained, or was before this worker came late, and is
+        not served yet."""
         check_options(group)
         dense = [param for param in group["params"] if not isinstance(param, Rows)]
-        served = self._served()
-        left_out = {id(each) for each in dense if is_frozen(each) or id(each) in served}
+        names = [self.names.of_optimizer(index, place, each) for place, each in enumerate(dense)]
+        served, there = self._served(), self._existing.within(names)
+        left_out = {
+            id(param)
+            for name, param in zip(names, dense, strict=True)
+            if id(param) in served or (is_frozen(param) and name not in there)
+        }
         layouts = lay_out(self.names, index, dense, left_out)
         layouts = split_by_codec(layouts, self._push_codecs, self._pull_codecs)
-        if not (self.late and self._parts):
-            return layouts
-        return [each for layout in layouts for each in self._as_others_have(layout)]
+        return self._existing.arrange(layouts, self._cut)
+
+    def _cut(self, layout: Layout) -> Iterable[Layout]:
+        """A layout as the blocks that it is to be defined in."""
+        return (layout,)
 
     def _begin(self, plans: Sequence[Plan[B]], state: Mapping[Tensor, Any]) -> None:
         self._define(plans)
@@ -614,26 +601,29 @@ class Adopted(ABC, Generic[B]):
             return ()
         return self._registry.links(self.group, self.names, named, first=first)
 
-    def _define(self, plans: Sequence[Plan[B]]) -> None:
+    def _define(self, plans: Sequence[Plan[B]]) -> list[B]:
+        """Define these blocks on rank 0, or wait for it, and take their values; their parts."""
         if not plans:
-            return
-        client, name = self._client, self._settings.name
+            return []
+        client, name, existing = self._client, self._settings.name, self._existing
         consistency = self._settings.consistency
         parts, first = list[B](), not self._parts
         links = self._links(dict(_named(plan.layout for plan in plans)), first=first)
-        for nth, (layout, rule, part) in enumerate(plans, len(self._parts)):
-            if self._worker.rank == 0:
+        for layout, rule, part in plans:
+            compared = existing.is_first(layout.names) or not existing.has(layout.names)
+            if self._worker.rank == 0 and compared:
                 block = client.define(
                     layout.values(),
                     rule=rule,
                     group=name,
                     consistency=consistency,
-                    nth=nth,
+                    nth=existing.count,
                     aliases=self.names.aliases(layout.names),
-                    links=links if not parts else (),
+                    links=links,
                     push=layout.push,
                     pull=layout.pull,
                 )
+                links = ()
             else:
                 block = client.directory.await_block(
                     layout.shapes(),
@@ -641,15 +631,17 @@ class Adopted(ABC, Generic[B]):
                     rule=rule,
                     group=name,
                     consistency=consistency,
-                    nth=nth,
+                    nth=existing.count,
                     push=layout.push,
                     pull=layout.pull,
                     half=layout.half,
                 )
+            existing.add(block)
             parts.append(part(block))
-        self._parts += parts
+        # As the servers have them: on all ranks in one order, which own steps go by.
+        self._parts = sorted([*self._parts, *parts], key=lambda each: each.block.id)
+        self._blocks = tuple(part.block for part in self._parts)
         self._registry.own(name, _named(plan.layout for plan in plans))
-        self._blocks += tuple(part.block for part in parts)
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
             local, clock = client.connection.exchange.shared, client.steps.resumed.get(name, 0)
@@ -658,6 +650,7 @@ class Adopted(ABC, Generic[B]):
             print(f"paramserve: {told}\n", end="", file=sys.stderr, flush=True)
         client.enter(name)  # before the values are read: they stay present from then on
         self._pull(parts)
+        return parts
 
     def _pull(self, parts: Sequence[B]) -> None:
         """Take the servers' present values."""

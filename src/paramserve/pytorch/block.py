@@ -82,6 +82,11 @@ class Layout(NamedTuple):
             return values  # numpy has no bfloat16
         return {name: value.numpy() for name, value in values.items()}
 
+    def only(self, names: Sequence[str]) -> Layout:
+        """The same of some of its tensors, in this order."""
+        by_name = dict(zip(self.names, self.params, strict=True))
+        return self._replace(names=tuple(names), params=tuple(by_name[each] for each in names))
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor [size of the block] as one tensor of each parameter's shape."""
         return split(flat, [tuple(param.shape) for param in self.params])

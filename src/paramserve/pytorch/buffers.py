@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paramserve.client import Client
     from paramserve.core.partition import Block
     from paramserve.messages import Link
+    from paramserve.pytorch.existing import Existing
     from paramserve.pytorch.registry import Registry
 
 BUFFERS_EVERY = 10
@@ -93,7 +94,6 @@ class Untrained:
             (slot, tensor, False)
             for slot, tensor in names.first(names.parameters)
             if not (id(tensor) in trained or is_frozen(tensor) or self._elsewhere(tensor))
-            and not registry.is_replaced(slot)
         ]
         if buffers:
             lasting = persistent(names.model)
@@ -117,23 +117,56 @@ class Untrained:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def start(self, *, define: bool, take: Container[str], links: Sequence[Link] = ()) -> None:
-        """Define the values (rank 0) or wait for them, and take some.
+    def start(
+        self,
+        existing: Existing,
+        *,
+        define: bool,
+        take: Container[str],
+        links: Sequence[Link] = (),
+    ) -> None:
+        """Define the values (rank 0) or wait for them, and take some. What is there already is
+        taken as it is, and after a step of the group that is all.
 
         Args:
+            existing: what the servers have.
             take: the names of those that are taken.
             links: told with the first define.
         """
         self._links = links
+        there = existing.of(self._group)
+        for block in there:
+            self._find(block)
+        known = {source.name for kept in self._kept for source in kept.sources}
+        left = [
+            (slot, is_buffer)
+            for slot, _, is_buffer in self._chosen
+            if slot.name not in known
+            and not (there and (existing.stepped or self._registry.is_replaced(slot)))
+        ]
         for often in (False, True):
-            chosen = [slot for slot, _, is_buffer in self._chosen if is_buffer == often]
+            chosen = [slot for slot, is_buffer in left if is_buffer == often]
             for sources, dtype in _by_dtype(chosen):
                 self._kept.append(self._begin(sources, dtype, often, define=define))
         if self._kept and take:
             self._take(take)
 
+    def _find(self, block: Block) -> None:
+        """Keep a block that is there, if this model has any of it.
+
+        Raises:
+            DefineMismatch: this model has not all of it, or with another shape or dtype.
+        """
+        slots = self._names.parameters | self._names.buffers
+        sources = [slots[each.name] for each in block.pieces if each.name in slots]
+        for source in sources:
+            _check(source.name, source.tensor())
+        for present, dtype in _by_dtype(sources):
+            often = present[0].name in self._names.buffers
+            self._kept.append(self._begin(present, dtype, often, define=False))
+
     def keep(self, slots: Sequence[Slot]) -> None:
-        """Keep frozen parameters that turned out to change, as buffers are. Rank 0 calls it."""
+        """Keep frozen parameters that turned out to change. Rank 0 calls it."""
         known = {source.name for kept in self._kept for source in kept.sources}
         new = [each for each in slots if each.name not in known and _is_held(each.present())]
         for sources, dtype in _by_dtype(new):
@@ -141,7 +174,7 @@ class Untrained:
             block = self._client.define(
                 values, rule=None, group=self._group, aliases=self._names.aliases(values)
             )
-            self._kept.append(_Kept(block, dtype, sources, True))
+            self._kept.append(_Kept(block, dtype, sources, False))
 
     def tell_own(self, *, last: bool) -> None:
         """Overwrite what the servers have of this rank's own floating point buffers, if its values
@@ -194,7 +227,7 @@ class Untrained:
                 shapes = [piece.shape for piece in kept.block.pieces]
                 views = split(torch.from_numpy(values[kept.block.id]), shapes)
                 for source, view in zip(kept.sources, views, strict=True):
-                    if source.name in names:
+                    if source.name in names and not self._elsewhere(source.value()):
                         source.tensor().copy_(view)
         ticket.release()
 

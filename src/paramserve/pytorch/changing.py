@@ -38,7 +38,6 @@ class Changing:
         group: the optimizer's name.
         rank: for messages.
     Attributes:
-        every: names of the model's parameters and buffers.
         mine: names of what no optimizer before looks after. The others' present values are here.
         names: of parameters that have changed.
     """
@@ -54,7 +53,6 @@ class Changing:
         lasting = persistent(names.model)
         self._slots = names.parameters | names.buffers
         pairs = names.first(self._slots)
-        self.every = self._slots.keys()
         self.mine = {slot.name for slot in registry.watch(slot for slot, _ in pairs)}
         chosen = [(slot, tensor) for slot, tensor in pairs if slot.name in self.mine]
         buffers = {slot.name for slot, _ in chosen} & names.buffers.keys()

@@ -94,13 +94,9 @@ def split_by_codec(
     """Blocks to be, each of parameters with the same two codecs, in the order of the first one."""
     found = []
     for layout in layouts:
-        parts: dict[tuple[Codec | None, Codec | None], list[int]] = {}
-        for place, name in enumerate(layout.names):
-            parts.setdefault((push.find(name), pull.find(name)), []).append(place)
-        for codecs, places in parts.items():
-            names = tuple(layout.names[place] for place in places)
-            params = tuple(layout.params[place] for place in places)
-            found.append(
-                layout._replace(names=names, params=params, push=codecs[0], pull=codecs[1])
-            )
+        parts: dict[tuple[Codec | None, Codec | None], list[str]] = {}
+        for name in layout.names:
+            parts.setdefault((push.find(name), pull.find(name)), []).append(name)
+        for codecs, names in parts.items():
+            found.append(layout.only(names)._replace(push=codecs[0], pull=codecs[1]))
     return found

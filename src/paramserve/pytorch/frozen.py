@@ -20,7 +20,8 @@ from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client
-    from paramserve.pytorch.naming import Names
+    from paramserve.pytorch.existing import Existing
+    from paramserve.pytorch.naming import Names, Slot
     from paramserve.pytorch.registry import Registry
 
 RESULT_BYTES_MAX = 256 << 20
@@ -55,12 +56,12 @@ class Frozen:
     def __bool__(self) -> bool:
         return bool(self._params)
 
-    def compare(self, rank: int, names: Container[str], *, again: bool) -> None:
-        """Tell their checksums, on rank 0, or compare them with rank 0's.
+    def compare(self, rank: int, names: Container[str], existing: Existing) -> None:
+        """Tell their checksums, on rank 0, or compare them with rank 0's. A rank that comes late
+        may have others frozen than rank 0 had.
 
         Args:
             names: of those that no optimizer before has compared: it may have changed them since.
-            again: an older incarnation may have compared them; others may be frozen by now.
         Raises:
             ValueError: one has other values here. The optimizer was not adopted.
         """
@@ -68,16 +69,23 @@ class Frozen:
         params = {slot: param for slot, param in self._params.items() if id(param) in new}
         if not params:
             return
-        if again and any(each.group_name == self._group for each in self._client.blocks()):
+        there = existing.of(self._group)
+        if (existing.again and there) or (existing.stepped and not there):
             return
-        mine = np.array([_checksum(param) for param in params.values()], np.int64)
+        mine = np.array([(_key(s), _checksum(param)) for s, param in params.items()], np.int64)
         if rank == 0:
             self._client.define({self._group: mine}, rule=None, group=self._group)
             return
-        block = self._client.directory.await_block(
-            {self._group: mine.shape}, dtype=mine.dtype, rule=None, group=self._group
+        block = (
+            there[0]
+            if there
+            else self._client.directory.await_block(
+                {self._group: mine.shape}, dtype=mine.dtype, rule=None, group=self._group
+            )
         )
-        same = self._client.dense.fetch(block, 0)[0] == mine
+        values = self._client.dense.fetch(block, 0)[0].tolist()
+        theirs = dict(zip(values[::2], values[1::2], strict=True))
+        same = [theirs.get(key, own if there else None) == own for key, own in mine.tolist()]
         other = [slot.name for slot, equal in zip(params, same, strict=True) if not equal]
         if other:
             raise ValueError(
@@ -110,6 +118,11 @@ class Frozen:
 
 def _plain(param: Tensor) -> Tensor:
     return param.detach().as_subclass(torch.Tensor)
+
+
+def _key(slot: Slot) -> int:
+    """What stands for a name beside its checksum."""
+    return zlib.crc32(slot.name.encode())
 
 
 def _checksum(param: Tensor) -> int:

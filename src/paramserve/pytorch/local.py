@@ -319,24 +319,19 @@ class LocalStepping(Local[StartedBlock]):
                 self._arrive()
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[StartedBlock]]:
-        whole = self._layouts(index, group)
-        split = self._fragments > 1 and not (self.late and self._parts)
-        layouts = [part for each in whole for part in (self._cut(each) if split else (each,))]
         return [
-            Plan(layout, self._outer, partial(StartedBlock, layout=layout)) for layout in layouts
+            Plan(layout, self._outer, partial(StartedBlock, layout=layout))
+            for layout in self._layouts(index, group)
         ]
 
     def _cut(self, layout: Layout) -> Iterator[Layout]:
         """Its tensors in runs, one for each fragment, of about as many values."""
         sizes = [param.numel() for param in layout.params]
-        total, before, runs = max(sum(sizes), 1), 0, dict[int, list[int]]()
-        for place, size in enumerate(sizes):
-            runs.setdefault(self._fragments * before // total, []).append(place)
+        total, before, runs = max(sum(sizes), 1), 0, dict[int, list[str]]()
+        for name, size in zip(layout.names, sizes, strict=True):
+            runs.setdefault(self._fragments * before // total, []).append(name)
             before += size
-        for places in runs.values():
-            names = tuple(layout.names[place] for place in places)
-            params = tuple(layout.params[place] for place in places)
-            yield layout._replace(names=names, params=params)
+        yield from map(layout.only, runs.values())
 
     def _before_own_step(self) -> None:
         self._start_where_pushed()

@@ -60,31 +60,32 @@ class Served(Adopted[ServedBlock]):
             plans.append(Plan(layout, hyper.defined, part))
         return plans
 
-    def _define(self, plans: Sequence[Plan[ServedBlock]]) -> None:
-        """Install what is outstanding, of the blocks so far; then as `Adopted._define`."""
-        self.install_pending()
-        super()._define(plans)
-
     def _begin(self, plans: Sequence[Plan[ServedBlock]], state: Mapping[Tensor, Any]) -> None:
-        fields = [torch_state.prepare(plan.layout, plan.rule, state) for plan in plans]
+        self._unserved_state = dict(state)
         self._define(plans)
-        if state and self._worker.incarnation <= 1:  # a restarted worker finds the servers' own
-            self._store(self._parts, fields)
-        self._keep_unserved_state(state)
         self._worker.refreshers.append(self.refresh)
 
-    def _define_later(self, plans: Sequence[Plan[ServedBlock]]) -> None:
-        """As `Adopted._define_later`, with the state that was loaded while they were frozen."""
-        before = len(self._parts)
-        super()._define_later(plans)
-        params = [param for plan in plans for param in plan.layout.params]
-        if self._worker.incarnation <= 1 and any(p in self._unserved_state for p in params):
-            fields = [
-                torch_state.prepare(plan.layout, plan.rule, self._unserved_state) for plan in plans
-            ]
-            self._store(self._parts[before:], fields)
-        for param in params:
-            self._unserved_state.pop(param, None)
+    def _define(self, plans: Sequence[Plan[ServedBlock]]) -> list[ServedBlock]:
+        """Install what is outstanding, of the blocks so far; then as `Adopted._define`, with the
+        state that was loaded before. A worker that comes late finds the servers' own state."""
+        self.install_pending()
+        state = self._unserved_state
+        fields = {
+            plan.layout.names: torch_state.prepare(plan.layout, plan.rule, state)
+            for plan in plans
+            if any(param in state for param in plan.layout.params)
+        }
+        parts = super()._define(plans)
+        new = [
+            part
+            for part in parts
+            if part.layout.names in fields and not self._existing.has(part.layout.names)
+        ]
+        self._store(new, [fields[part.layout.names] for part in new])
+        for part in parts:
+            for param in part.layout.params:
+                state.pop(param, None)
+        return parts
 
     def _keep_unserved_state(self, state: Mapping[Tensor, Any]) -> None:
         served = self._served()

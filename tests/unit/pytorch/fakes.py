@@ -277,8 +277,12 @@ class FakeClient:
         self.saving = SimpleNamespace(older=lambda name: None)
         self._slots: dict[int, list[np.ndarray]] = {}
         self.clocks: dict[str, int] = {}
+        self.resumed: dict[str, int] = {}
         self.missed_by: dict[str, int] = {}
         self.tickets: list[FakeTicket] = []
+
+    def blocks(self) -> list[FakeBlock]:
+        return list(self._cluster.blocks)
 
     def enter(self, group: str) -> bool:
         """No rank is pending: all are members from the beginning."""

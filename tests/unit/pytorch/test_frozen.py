@@ -57,7 +57,7 @@ def test_frozen_base_of_any_dtype_stays_on_the_workers_and_is_in_the_result(poli
     on_all_ranks(cluster, lambda worker: train(worker, models[worker.rank], 4))
     assert cluster.result().keys() == {"adapter.weight", "adapter.bias"}
     served = sum(block.size for block in cluster.blocks)
-    assert served == 3 + 5, "the adapter, and a checksum for each name of the base"
+    assert served == 3 + 2 * 5, "the adapter, and a checksum beside each name of the base"
 
     expected = Adapted()
     plain = torch.optim.Adam([p for p in expected.parameters() if p.requires_grad], lr=0.1)
