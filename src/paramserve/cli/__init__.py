@@ -121,7 +121,8 @@ def run(
     """Run FUNCTION of SCRIPT on workers: it is called as FUNCTION(worker).
 
     The script is loaded once, here, with its arguments in sys.argv; the workers get the function
-    and see the same arguments.
+    and see the same arguments. A run that it starts itself belongs under
+    `if __name__ == "__main__":`.
     """
     from paramserve.launch import run as run_function
     from paramserve.launch.packing import WithArguments
