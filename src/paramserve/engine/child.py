@@ -181,7 +181,9 @@ def main(source: BinaryIO, reports_fd: int, driver: int, driver_fd: int | None =
         sys.exit(EXIT_FAILED)
     finally:
         # It is ending by itself: an exception in the middle of the interpreter's own end tells
-        # the driver nothing, and the driver kills what takes too long.
+        # the driver nothing, and the driver kills what takes too long. The first line is no call:
+        # a signal is handled before it or behind it, and then changes nothing.
+        stopping.over = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -215,6 +217,8 @@ class Stopping:
     def __init__(self) -> None:
         self._callback: Callable[[], None] | None = None
         self._wanted = False
+        self.over = False
+        """The entry has ended: there is nothing left to stop."""
 
     def add(self, callback: Callable[[], None]) -> None:
         """From now on a stop calls this; at once if one was wanted before."""
@@ -224,6 +228,8 @@ class Stopping:
 
     def stop(self) -> None:
         """End the entry: by its own callback, else by `SystemExit` in the calling thread."""
+        if self.over:
+            return
         self._wanted = True
         if self._callback is None:
             sys.exit(EXIT_TERMINATED)

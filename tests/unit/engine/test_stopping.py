@@ -37,3 +37,26 @@ def test_signal_ends_a_process_in_order() -> None:
 
 def test_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
     assert ended("Late()") == (EXIT_TERMINATED, "finalized\n", "")
+
+
+ENDS = """
+import atexit, io, msgspec, os, signal
+from paramserve.engine import child
+
+def call(number, handler, plain=signal.signal):
+    if handler is signal.SIG_IGN and number == signal.SIGTERM:
+        os.kill(os.getpid(), number)  # it comes when the entry has returned
+    return plain(number, handler)
+
+signal.signal = call
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+package = child.Package("worker", "builtins:id", b"", b"", b"", "")
+_, reports = os.pipe()
+child.main(io.BytesIO(msgspec.msgpack.encode(package)), reports, os.getppid())
+print("ends")
+"""
+
+
+def test_signals_behind_the_end_of_the_entry_change_nothing() -> None:
+    ends = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (ends.returncode, ends.stdout, ends.stderr) == (0, "ends\n", "")
