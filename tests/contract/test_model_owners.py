@@ -263,6 +263,33 @@ def test_parameter_that_is_replaced_is_in_the_result_as_the_model_has_it(
 
 
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
+def test_parameter_that_was_replaced_right_before_a_death_comes_back(
+    make_cluster: MakeCluster,
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model = nn.ModuleDict({"layer": nn.Linear(3, 1), "book": nn.Linear(3, 1, bias=False)})
+            optimizer = worker.optimizer(filled(model), SGD(model.parameters(), lr=0.01))
+            for number in range(worker.clock, STEPS):
+                dies(worker, victim, 4)
+                if number == 3:
+                    model["book"].weight = nn.Parameter(0.5 * model["book"].weight.detach())
+                x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+                optimizer.zero_grad()
+                model["layer"](x * model["book"].weight.detach()).square().mean().backward()
+                optimizer.step()
+            return own(model)
+
+        return train
+
+    expected = ended(make_cluster, training(None), workers=1)[1].returned[0]
+    cluster, ranks = ended(make_cluster, training(0), workers=1)
+    assert ranks.restarts == [0]
+    assert_equal(ranks.returned[0], expected)
+    assert_equal(read(cluster), expected)
+
+
+@pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
 @pytest.mark.filterwarnings("ignore:rank 0 came to a run whose optimizer")
 def test_parameter_that_was_added_and_replaced_comes_back(make_cluster: MakeCluster) -> None:
     def training(victim: int | None) -> Train:

@@ -36,8 +36,9 @@ from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.existing import Existing
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
-from paramserve.pytorch.naming import Names, Slot, extra_states
+from paramserve.pytorch.naming import Names, extra_states
 from paramserve.pytorch.registry import Registry
+from paramserve.pytorch.replaced import Replaced
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
 from paramserve.rules.torch_kinds import ParamGroup
@@ -179,8 +180,7 @@ class Adopted(ABC, Generic[B]):
         """The group whose clock its steps count."""
         self._not_trained: list[str] = []
         """What the group trained when this worker came late, and this worker did not."""
-        self._replaced: dict[str, Slot] = {}
-        """Parameters in whose places the model has others by now."""
+        self._replaced = Replaced(self.names, settings.name)
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
@@ -212,7 +212,12 @@ class Adopted(ABC, Generic[B]):
         own = self._own(groups)
         self._untrained = self._untrained_of(trained)
         self._changing = Changing(
-            self._client, self._registry, self.names, settings.name, worker.rank
+            self._client,
+            self._registry,
+            self.names,
+            settings.name,
+            worker.rank,
+            self._find_replaced,
         )
         self._frozen = Frozen(
             self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
@@ -314,9 +319,9 @@ class Adopted(ABC, Generic[B]):
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
         untrained parameters, and give the result frozen ones and what modules keep besides."""
         rank = self._worker.rank
-        self._look()
+        self._find_replaced()
         self._untrained.tell_own(last=True)
-        leaves = self._untrained or self._frozen or self._replaced
+        leaves = self._untrained or self._frozen or self._replaced.slots
         if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
             self._assign_changing(everything=True)
             self._tell_extra_state()
@@ -421,31 +426,18 @@ class Adopted(ABC, Generic[B]):
 
     # --- replaced parameters ----------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Find parameters in whose places the model has others by now: no step reaches these."""
-        slots = self.names.parameters
-        for name, param in _named(part.layout for part in self._parts):
-            slot = slots.get(name)
-            value = slot.value() if slot is not None else param
-            if slot is None or value is param or name in self._replaced or self._taken is not None:
-                continue
-            self._replaced[name] = slot
-            self._changing.add(slot)
-            has = "another object under its name" if value is not None else "no such name any more"
-            taken = "the model's own value at the end" if value is not None else "its last value"
-            warn_user(
-                f"parameter {name!r} is stepped by optimizer {self.group!r}, and the model has "
-                f"{has}: the steps change the model there no more, and the result has {taken}. To "
-                "keep it trained, write into the parameter before worker.optimizer(...), and do "
-                "not replace it"
-            )
+    def _find_replaced(self) -> None:
+        """Find parameters that the model has replaced: these change without a step from now on."""
+        if self._taken is None:
+            for slot in self._replaced.look():
+                self._changing.add(slot)
 
     def _assign_replaced(self) -> None:
         """Give the servers the model's own values of parameters that were replaced."""
         for part in self._parts:
             places, values = [], []
             for place, (name, param) in enumerate(_named([part.layout])):
-                slot = self._replaced.get(name)
+                slot = self._replaced.slots.get(name)
                 value = slot.present() if slot is not None else None
                 fits = value is not None and value.shape == param.shape
                 places += [place] * fits
@@ -641,6 +633,7 @@ class Adopted(ABC, Generic[B]):
         # As the servers have them: on all ranks in one order, which own steps go by.
         self._parts = sorted([*self._parts, *parts], key=lambda each: each.block.id)
         self._blocks = tuple(part.block for part in self._parts)
+        self._replaced.watch(_named(part.layout for part in self._parts))
         self._registry.own(name, _named(plan.layout for plan in plans))
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
@@ -771,7 +764,7 @@ class Adopted(ABC, Generic[B]):
         due = self._steps % BUFFERS_EVERY == 0
         first = self._steps == 1
         if due or first:
-            self._look()
+            self._find_replaced()
         if first and self._worker.rank == 0:
             self._untrained.check_shapes()
         if due or assigned:

@@ -11,7 +11,7 @@ torch has seen it written to, and a `Sample` of its values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,17 +37,27 @@ class Changing:
     Args:
         group: the optimizer's name.
         rank: for messages.
+        find_replaced: adds the parameters whose places have other ones by now.
     Attributes:
         mine: names of what no optimizer before looks after. The others' present values are here.
         names: of parameters that have changed.
     """
 
     def __init__(
-        self, client: Client, registry: Registry, names: Names, group: str, rank: int
+        self,
+        client: Client,
+        registry: Registry,
+        names: Names,
+        group: str,
+        rank: int,
+        find_replaced: Callable[[], None],
     ) -> None:
         self._client = client
         self._registry = registry
         self._rank = rank
+        self._find_replaced = find_replaced
+        self._saves_others = False
+        """Whether some were saved: from then on it is told where there are none."""
         self._buffers_name = f"{group}.buffers"
         self._others_name = f"{group}.unstepped"
         lasting = persistent(names.model)
@@ -95,8 +105,7 @@ class Changing:
             found = {slot.name: slot.tensor() for slot in self._buffers}
             self._first = {name: each.clone() for name, each in found.items() if name not in moved}
             saving.ask(self._buffers_name, self._changed_buffers)
-        if self._still or self.names:
-            saving.ask(self._others_name, self._changed_others)
+        saving.ask(self._others_name, self._changed_others)
 
     @property
     def saves_buffers(self) -> bool:
@@ -107,8 +116,6 @@ class Changing:
         """A parameter that was stepped was replaced by another one, which is not."""
         self._slots[slot.name] = slot  # it may have been added after the adoption
         self.names.add(slot.name)
-        if self._client.connection.restarts and not self._client.saving.asks(self._others_name):
-            self._client.saving.ask(self._others_name, self._changed_others)
 
     def look(self) -> list[Slot]:
         """Those parameters, and buffers that no state dict has, that have changed so far; of which
@@ -194,8 +201,12 @@ class Changing:
         changed = {n: t for n, t in found.items() if n not in self._first and t is not None}
         return _packed(changed)
 
-    def _changed_others(self) -> bytes:
-        slots = self.look()
+    def _changed_others(self) -> bytes | None:
+        self._find_replaced()
+        slots = self.look() if self._still or self.names else []
+        if not (slots or self._saves_others):
+            return None
+        self._saves_others = True
         values = {slot.name: slot.value() for slot in slots}
         return _packed(
             {
