@@ -1,31 +1,43 @@
-"""Whole training programs: with a rank that dies they end as without, and as plain torch ends.
+"""Whole training programs: with a fault they end as without, and as plain torch ends.
 
 A program is data, drawn from a seed: for each step number the operations of a user's loop on a
 model with several optimizers. It is a function of the number alone, so that a rank which is started
-again freezes, unfreezes and adds what is true at its clock, as users are told to.
+again freezes, unfreezes and adds what is true at its clock, as users are told to: before it gives
+the optimizers to the worker, or after.
+
+The fault is a rank that dies and is started again, a run that goes on from a checkpoint, or a rank
+that is added.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
+from tests.contract.role_cluster import RoleCluster
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import TensorDataset
 
 import paramserve as ps
+from paramserve import cli
+from paramserve.config import CheckpointPlan
+from paramserve.launch import exporting
 from paramserve.launch.reading import Reader
 from paramserve.pytorch.buffers import Untrained
 
 State = dict[str, torch.Tensor]
+Batches = dict[int, torch.Tensor]
 Operation = tuple[str, ...]
 
 STEPS = 9
@@ -36,7 +48,8 @@ ALLOWED = (
     r"rank \d came to a run whose optimizer 'body' has trained 'body.2.weight'",
 )
 """Warnings that say why something may not be as users think."""
-STRUCTURE = ("freeze", "unfreeze", "add")
+FAULTS = ("death", "death", "resume", "added")
+BATCH = 8
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda params: SGD(params, lr=0.1),
     "momentum": lambda params: SGD(params, lr=0.05, momentum=0.9),
@@ -53,7 +66,12 @@ class Program:
         operations: by step number.
         by_clock: the loop goes by `worker.clock`; else by a number that it saves.
         book_given: the optimizer of the body has the codebook, too.
-        victim: which rank dies, before which step number and which of its operations.
+        fault: which one there is.
+        victim: the rank with the fault, before which step number and which of its operations; of
+            an added rank the number at which it comes.
+        breaks: step numbers behind which an epoch is left; None: the loop is not over epochs.
+        freezes_first: a rank that begins later freezes and unfreezes before the adoption.
+        head_at: the step number before which the second optimizer is adopted.
     """
 
     seed: int
@@ -64,6 +82,10 @@ class Program:
     book_given: bool
     starts_frozen: bool
     victim: tuple[int, int, int] | None = None
+    fault: str = "death"
+    breaks: tuple[int, ...] | None = None
+    freezes_first: bool = False
+    head_at: int = 0
 
     def __str__(self) -> str:
         lines = [f"{number}: {each}" for number, each in enumerate(self.operations)]
@@ -88,7 +110,7 @@ def drawn(seed: int) -> Program:
             now.append(("load", draw.choice(["body", "head"]), draw.choice(["halve", "drop"])))
         if assigns and step != "none" and draw.random() < 0.3:
             now.append(("assign",))
-        if draw.random() < 0.25 and (frozen or not starts_frozen):
+        if draw.random() < 0.25:
             now.append(("unfreeze",) if frozen else ("freeze",))
             frozen = not frozen
         if not added and draw.random() < 0.2:
@@ -115,7 +137,37 @@ def drawn(seed: int) -> Program:
     draw.random()
     book_given = draw.random() < 0.2
     operations = tuple(found)
-    return Program(seed, ranks, kinds, operations, by_clock, book_given, starts_frozen, victim)
+    program = Program(seed, ranks, kinds, operations, by_clock, book_given, starts_frozen, victim)
+    return _with_fault(program, draw)
+
+
+def _with_fault(program: Program, draw: random.Random) -> Program:
+    fault = draw.choice(FAULTS)
+    freezes_first = draw.random() < 0.5
+    # Behind a first epoch that is whole, for where all so far were left at one batch a rank that
+    # comes back takes the next one to be left there, too; and not right before the fault, for only
+    # the next step tells of it.
+    places = [each for each in range(3, STEPS) if each + 1 != (program.victim or (0, 0))[1]]
+    breaks = tuple(draw.sample(places, 3)) if draw.random() < 0.5 else None
+    head_at = draw.choice([0, 0, 0, 1, 2, 3])
+    if fault == "added":
+        # It finds target networks and codebooks as at first, and is behind no collective.
+        left_out = {"lerp", "replace", "assign"}
+        operations = tuple(
+            tuple(each for each in now if each[0] not in left_out) for now in program.operations
+        )
+        steps = tuple((*now[:-1], ("step", draw.choice(["both", "body"]))) for now in operations)
+        victim = 1, draw.randrange(1, STEPS), 0
+        program = replace(program, ranks=2, operations=steps, by_clock=True, victim=victim)
+        # An optimizer that is adopted behind it has only the first ranks as members.
+        breaks, head_at = None, min(head_at, victim[1])
+    return replace(
+        program,
+        fault=fault,
+        freezes_first=freezes_first,
+        breaks=breaks if program.by_clock else None,
+        head_at=head_at,
+    )
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -144,13 +196,16 @@ class Model(nn.Module):
                 param.copy_(torch.randn(param.shape, generator=generator) / 2)
         self.target.requires_grad_(False)
 
-    def loss(self, rank: int, number: int) -> torch.Tensor:
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1000 * rank + number))
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.lerp_(x.mean(0), 0.1)
         coded = x * self.book.weight.detach()
         out = self.head(self.body(coded)) + self.extra(x)
         goal = x.sum(1, keepdim=True) + 0.5 * self.target(x) + self.seen.mean()
         return (out - goal).square().mean()
+
+
+def drawn_inputs(size: int, seed: int) -> torch.Tensor:
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(seed))
 
 
 def own(model: nn.Module) -> State:
@@ -163,29 +218,40 @@ def own(model: nn.Module) -> State:
 class Loop:
     """The user's program on one rank, in plain torch; the mean of the gradients comes from outside.
 
-    Attributes:
-        models_at: what the optimizers have stepped, before each step number.
+    Args:
+        batches: of a loop over epochs, by step number.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, batches: Batches) -> None:
         self.program = program
         self.rank = rank
+        self.batches = batches
         self.model = Model()
+        self.head: Any = None
         if program.starts_frozen:
             self.model.body[2].requires_grad_(False)
 
     def make(self, start: int = 0) -> None:
         """The optimizers."""
         model, program = self.model, self.program
+        if program.freezes_first:
+            self._freeze(start)
         params = [*model.body.parameters(), *([model.book.weight] if program.book_given else [])]
         self.body = self.adopt("body", KINDS[program.kinds[0]](params))
-        self.head = self.adopt("head", KINDS[program.kinds[1]](model.head.parameters()))
+        if start > program.head_at or not start:
+            self._make_head(start)
         for number in range(start):
             for name, *_ in program.operations[number]:
                 if name == "add":
                     self.add()
         if start:
             self._freeze(start)
+
+    def _make_head(self, number: int) -> None:
+        """The second optimizer, if it is time."""
+        if self.head is None and number >= self.program.head_at:
+            params = self.model.head.parameters()
+            self.head = self.adopt("head", KINDS[self.program.kinds[1]](params))
 
     def adopt(self, name: str, optimizer: Optimizer) -> Any:
         return optimizer
@@ -205,6 +271,7 @@ class Loop:
 
     def before(self, number: int) -> list[Any]:
         """Do a step number up to its gradients; the optimizers that step then."""
+        self._make_head(number)
         for place, operation in enumerate(self.program.operations[number]):
             self.at(number, place)
             name, *more = operation
@@ -213,10 +280,17 @@ class Loop:
                 if chosen == "none":
                     return []
                 self.model.zero_grad()
-                self.model.loss(self.rank, number).backward()
-                return [self.body, self.head] if chosen == "both" else [self.optimizer(chosen)]
-            getattr(self, name)(*more)
+                self.model.loss(self.inputs(number)).backward()
+                optimizers = {"body": self.body, "head": self.head}
+                names = optimizers if chosen == "both" else [chosen]
+                return [optimizers[each] for each in names if optimizers[each] is not None]
+            if ("head" not in more and name != "assign") or self.head is not None:
+                getattr(self, name)(*more)
         raise AssertionError("a step number ends with a step")
+
+    def inputs(self, number: int) -> torch.Tensor:
+        drawn = self.program.breaks is None
+        return drawn_inputs(BATCH, 1000 * self.rank + number) if drawn else self.batches[number]
 
     def at(self, number: int, place: int) -> None:
         """Before an operation."""
@@ -261,10 +335,10 @@ class Loop:
 class Trained(Loop):
     """The same with a worker."""
 
-    def __init__(self, program: Program, worker: ps.Worker, seen: Callable[[int, State], None]):
-        super().__init__(program, worker.rank)
+    def __init__(self, program: Program, worker: ps.Worker, hooks: Hooks) -> None:
+        super().__init__(program, worker.rank, {})
         self.worker = worker
-        self.seen = seen
+        self.hooks = hooks
 
     def adopt(self, name: str, optimizer: Optimizer) -> Any:
         return self.worker.optimizer(self.model, optimizer, name=name)
@@ -272,7 +346,7 @@ class Trained(Loop):
     def at(self, number: int, place: int) -> None:
         if (self.rank, number, place) == self.program.victim and self.worker.incarnation == 1:
             self.worker.client.drain()
-            raise Killed
+            self.hooks.fault(self)
 
     def start(self) -> int:
         """The step number to go on with."""
@@ -285,14 +359,32 @@ class Trained(Loop):
     def run(self) -> State:
         start = self.start()
         self.make(start)
-        for number in range(start, STEPS):
-            self.seen(number, own(self.model))
+        for number in self.numbers(start):
+            self.hooks.begin(self, number)
             optimizers = self.before(number)
             if not self.program.by_clock:
                 self.worker.save("number", number + 1)
             for each in optimizers:
                 each.step()
         return own(self.model)
+
+    def numbers(self, start: int) -> Iterator[int]:
+        """The step numbers that are left."""
+        breaks = self.program.breaks
+        if breaks is None:
+            yield from range(start, STEPS)
+            return
+        data = TensorDataset(drawn_inputs(4 * BATCH * self.program.ranks, self.program.seed))
+        loader = self.worker.loader(data, batch_size=BATCH)
+        for _ in loader.epochs(STEPS):
+            for (x,) in loader:
+                number = self.worker.client.clock("body")
+                self.batches[number] = x
+                yield number
+                if number == STEPS - 1:
+                    return
+                if number in breaks:
+                    break
 
     def assign(self) -> None:
         if self.rank == 0:
@@ -315,6 +407,9 @@ class Ended:
         models: of each rank.
         read: the result, by group: what a reader finds, and what rank 0 told at the end.
         middle: of a snapshot in the middle, by group: number, what was read, and rank 0's model.
+        batches: of each rank.
+        before: rank 0's model before each step number.
+        checkpoint: the folder with one, of the victim's step number.
     """
 
     models: dict[int, State]
@@ -322,14 +417,22 @@ class Ended:
     middle: list[tuple[int, State, State]] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
+    batches: dict[int, Batches] = field(default_factory=dict)
+    before: dict[int, State] = field(default_factory=dict)
+    checkpoint: str = ""
 
 
-def plain(program: Program) -> Ended:
+def plain(program: Program, batches: dict[int, Batches]) -> Ended:
     """One process with a model for each rank, whose gradients are averaged."""
-    loops = [Loop(program, rank) for rank in range(program.ranks)]
+    added = program.fault == "added"
+    loops = [Loop(program, rank, batches[rank]) for rank in range(program.ranks - added)]
     for loop in loops:
         loop.make()
+    ended = Ended({})
     for number in range(STEPS):
+        if added and program.victim is not None and number == program.victim[1]:
+            loops.append(_joined(program, loops[0], number))
+        ended.before[number] = own(loops[0].model)
         optimizers = [loop.before(number) for loop in loops]
         for params in zip(*(loop.model.parameters() for loop in loops), strict=True):
             grads = [param.grad for param in params]
@@ -340,7 +443,21 @@ def plain(program: Program) -> Ended:
         for chosen in optimizers:
             for each in chosen:
                 each.step()
-    return Ended({loop.rank: own(loop.model) for loop in loops})
+    ended.models = {loop.rank: own(loop.model) for loop in loops}
+    return ended
+
+
+def _joined(program: Program, first: Loop, number: int) -> Loop:
+    """A rank that has the parameters and the state of the optimizers that the others have."""
+    loop = Loop(program, 1, {})
+    loop.make(number)
+    with torch.no_grad():
+        for mine, theirs in zip(loop.model.parameters(), first.model.parameters(), strict=True):
+            mine.copy_(theirs)
+    loop.body.load_state_dict(copy.deepcopy(first.body.state_dict()))
+    if loop.head is not None:
+        loop.head.load_state_dict(copy.deepcopy(first.head.state_dict()))
+    return loop
 
 
 def read(cluster: Any, name: str) -> State:
@@ -348,26 +465,57 @@ def read(cluster: Any, name: str) -> State:
     return {key: torch.from_numpy(each) for key, each in found.items()}
 
 
-def served(make_cluster: MakeCluster, program: Program) -> Ended:
-    """A run on servers, with the death that the program has."""
-    cluster = make_cluster(workers=program.ranks, restarts=True, policy=ps.Sync())
-    ended = Ended({})
+class Hooks:
+    """What happens beside the ranks of a run, in their threads."""
 
+    def __init__(self, cluster: RoleCluster, ended: Ended) -> None:
+        self.cluster = cluster
+        self.ended = ended
+        self.ranks: Ranks | None = None
+
+    def begin(self, loop: Trained, number: int) -> None:
+        """A rank comes to a step number."""
+        program, ended = loop.program, self.ended
+        ended.batches.setdefault(loop.rank, loop.batches)
+        if program.fault == "added" and program.victim is not None:
+            joins = program.victim[1]
+            if loop.rank == 0 and number == joins:
+                assert self.ranks is not None
+                self.cluster.scale(2)
+                self.ranks.start(1)
+                self.ranks.until(lambda: 1 in ended.batches)
+        if loop.rank == 0:
+            ended.before[number] = own(loop.model)
+            if number == STEPS // 2:
+                ended.middle.append((number, read(self.cluster, "body"), own(loop.model)))
+
+    def fault(self, loop: Trained) -> None:
+        """The victim is at its place."""
+        if loop.program.fault == "death":
+            raise Killed
+        if loop.program.fault == "resume":
+            self.cluster.checkpoint()
+
+
+def served(
+    make_cluster: MakeCluster, program: Program, checkpoints: CheckpointPlan | None = None
+) -> Ended:
+    """A run on servers, with the fault that the program has."""
+    at_first = program.ranks - (program.fault == "added")
+    options = {"workers": at_first, "restarts": True, "policy": ps.Sync()}
+    cluster = make_cluster(**options, checkpoints=checkpoints)
+    ended = Ended({})
+    hooks = Hooks(cluster, ended)
     told: dict[str, State] = {}
 
     def train(worker: ps.Worker) -> State:
         worker.tell_extra_state = told.__setitem__  # type: ignore[method-assign]
+        return Trained(program, worker, hooks).run()
 
-        def seen(number: int, model: State) -> None:
-            if worker.rank == 0 and number == STEPS // 2:
-                ended.middle.append((number, read(cluster, "body"), model))
-
-        return Trained(program, worker, seen).run()
-
-    ranks = Ranks(cluster, train)
+    hooks.ranks = ranks = Ranks(cluster, train)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ended.models = ranks.start(*range(program.ranks)).end()
+        ended.models = ranks.start(*range(at_first)).end()
     ended.warned = [str(each.message) for each in caught]
     ended.restarts = ranks.restarts
     ended.read = {name: told.get(name, {}) | read(cluster, name) for name in ("body", "head")}
@@ -392,29 +540,60 @@ def differences(first: State, second: State, *, exact: bool) -> list[str]:
     ]
 
 
-def check(program: Program, make_cluster: MakeCluster) -> None:
+def check(program: Program, make_cluster: MakeCluster, folder: Path) -> None:
     """Run a program in all ways, and compare."""
-    alone = plain(program)
-    unbroken = served(make_cluster, replace(program, victim=None))
-    check_one(program, unbroken)
+    assert program.victim is not None
+    if program.fault == "added":
+        unbroken = served(make_cluster, program)
+    else:
+        unbroken = served(make_cluster, replace(program, victim=None))
+    check_one(unbroken)
+    alone = plain(program, unbroken.batches)
+    assert unbroken.models.keys() == alone.models.keys()
     for rank, model in alone.models.items():
         found = differences(unbroken.models[rank], model, exact=False)
         assert not found, f"rank {rank} against plain torch: {found}"
-    broken = served(make_cluster, program)
-    assert program.victim is not None
-    assert broken.restarts == [program.victim[0]]
-    check_one(program, broken)
-    if any(re.search(ALLOWED[0], text) for text in broken.warned):
-        return  # it says why they may differ
+    if program.fault == "death":
+        broken = served(make_cluster, program)
+        assert broken.restarts == [program.victim[0]]
+        check_as_unbroken(unbroken, broken, "a death")
+    elif program.fault == "resume":
+        plan = CheckpointPlan(folder=str(folder), run="test")
+        first = served(make_cluster, program, plan)
+        check_as_unbroken(unbroken, first, "a checkpoint")
+        check_exported(folder, program, unbroken.before[program.victim[1]])
+        (name,) = (each.name for each in folder.glob("step-*"))
+        plan = CheckpointPlan(resume_folder=str(folder), resume=name)
+        check_as_unbroken(unbroken, served(make_cluster, program, plan), "a resume")
+
+
+def check_as_unbroken(unbroken: Ended, broken: Ended, fault: str) -> None:
+    check_one(broken)
     for rank, model in unbroken.models.items():
         found = differences(broken.models[rank], model, exact=True)
-        assert not found, f"rank {rank} with a death: {found}"
+        assert not found, f"rank {rank} with {fault}: {found}"
     for name, values in unbroken.read.items():
         found = differences(broken.read[name], values, exact=True)
-        assert not found, f"the result of {name!r} with a death: {found}"
+        assert not found, f"the result of {name!r} with {fault}: {found}"
 
 
-def check_one(program: Program, ended: Ended) -> None:
+def check_exported(folder: Path, program: Program, model: State) -> None:
+    """What is trained is in a file of the checkpoint as the model had it, and torch loads it."""
+    for group in ("body", "head"):
+        out = folder / f"{group}.pt"
+        arguments = ["export", str(folder), "--to", "torch", "--out", str(out), "--group", group]
+        assert cli.main(["checkpoints", *arguments]) == 0
+        state = torch.load(out, weights_only=True)
+        loaded = Model()
+        loaded.load_state_dict(state, strict=False)
+        names = [name for name in state if name.startswith(("body.", "head.", "extra."))]
+        assert "body.0.weight" in names
+        after = own(loaded)
+        found = differences({n: after[n] for n in names}, {n: model[n] for n in names}, exact=True)
+        assert not found, f"the exported checkpoint of {group!r}: {found}"
+
+
+def check_one(ended: Ended) -> None:
     """The result, and a snapshot, are what rank 0 has."""
     others = [each for each in ended.warned if not any(re.search(p, each) for p in ALLOWED)]
     assert not others
@@ -430,16 +609,23 @@ def check_one(program: Program, ended: Ended) -> None:
         assert not found, f"a snapshot at {number}: {found}"
 
 
-SHOWN = (0, 1, 3, 4, 5, 6, 9, 13)
+SHOWN = (0, 6, 7, 9, 11, 13, 18, 25, 42)
 
 
 @pytest.mark.parametrize("seed", SHOWN)
-def test_program_with_a_death_ends_as_without(make_cluster: MakeCluster, seed: int) -> None:
-    run(drawn(seed), make_cluster)
+def test_program_with_a_fault_ends_as_without(
+    make_cluster: MakeCluster, tmp_path: Path, seed: int
+) -> None:
+    run(drawn(seed), make_cluster, tmp_path)
 
 
+@pytest.mark.parametrize(("seed", "fault"), [(44, "a death"), (11, "a resume")])
 def test_programs_find_a_second_optimizer_that_begins_anew(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+    make_cluster: MakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    seed: int,
+    fault: str,
 ) -> None:
     """The programs are worth nothing if they find nothing."""
     start, names = Untrained.start, set(Model().state_dict())
@@ -448,20 +634,35 @@ def test_programs_find_a_second_optimizer_that_begins_anew(
         "start",
         lambda self, *args, **options: start(self, *args, **{**options, "take": names}),
     )
-    with pytest.raises(AssertionError, match="with a death"):
-        run(drawn(SHOWN[2]), make_cluster)
+    with pytest.raises(AssertionError, match=f"with {fault}"):
+        run(drawn(seed), make_cluster, tmp_path)
+
+
+def test_programs_find_an_export_of_other_values(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = exporting.model_of
+    monkeypatch.setattr(
+        exporting,
+        "model_of",
+        lambda *args: {name: value + 1 for name, value in real(*args).items()},
+    )
+    with pytest.raises(AssertionError, match="the exported checkpoint of 'body'"):
+        run(drawn(18), make_cluster, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_many_programs_with_a_death_end_as_without(make_cluster: MakeCluster) -> None:
-    for seed in range(15):
-        run(drawn(seed), make_cluster)
+def test_many_programs_with_a_fault_end_as_without(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    for seed in range(40):
+        run(drawn(seed), make_cluster, tmp_path / str(seed))
 
 
-def run(program: Program, make_cluster: MakeCluster) -> None:
+def run(program: Program, make_cluster: MakeCluster, folder: Path) -> None:
     try:
-        check(program, make_cluster)
+        check(program, make_cluster, folder)
     except BaseException as error:
         error.add_note(f"the program:\n{program}")
         raise
