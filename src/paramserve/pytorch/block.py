@@ -281,7 +281,7 @@ class Sample:
         self._every = sum(param.numel() for param in params) // self.LOOKED_AT_MAX + 1
         self._every |= 1  # odd, so that it goes through all columns of most matrices
         self._places: list[int] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._forms: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self._views: list[Tensor] = []
         self._apart = False
         """Whether they are on several devices."""
@@ -296,10 +296,10 @@ class Sample:
         """The places of parameters that have other values than when `take` was called."""
         if self.taken is None:
             return []
-        strides = self._strides
+        forms = self._forms
         bits = self._bits()
-        if strides != self._strides:
-            return []  # another memory format: the same elements come in another order
+        if forms != self._forms:
+            return []  # another dtype or memory format: other bits, or in another order
         taken = self.taken if self.taken.device == bits.device else self.taken.to(bits.device)
         if torch.equal(bits, taken):
             return []
@@ -312,7 +312,7 @@ class Sample:
         places = [param.data_ptr() for param in self._params]
         if places != self._places:
             self._places = places
-            self._strides = [param.stride() for param in self._params]
+            self._forms = [(param.dtype, param.stride()) for param in self._params]
             self._views = [
                 _in_memory_order(param).view(INTEGERS[param.itemsize])[:: self._every]
                 for param in self._params

@@ -118,6 +118,14 @@ def test_step_with_the_values_of_the_last_one_does_not_warn(
         optimizer.step()
 
 
+def test_step_after_a_change_of_dtype_does_not_warn() -> None:
+    model = small_model()
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for change in (model.double, model.float):
+        change()
+        optimizer.step()
+
+
 # --- values that are to stay ---------------------------------------------------------------------
 
 
