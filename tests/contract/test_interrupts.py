@@ -70,6 +70,9 @@ class Trial:
     def prepare(self) -> None:
         self.client.define("w", np.zeros(SIZE), rule=Add())
 
+    def begin(self) -> None:
+        """Before each call that is tried."""
+
     def act(self) -> None:
         """What is interrupted."""
         raise NotImplementedError
@@ -94,6 +97,7 @@ class Trial:
     def moments(self) -> int:
         """How many there are in one call."""
         self.act()  # What is found out once only was found out before.
+        self.begin()
         counting = Interrupter()
         counting.run(self.act)
         self.known = self.read()
@@ -101,6 +105,7 @@ class Trial:
 
     def interrupt(self, at: int) -> None:
         """Interrupt the call at a moment, and see that all is well."""
+        self.begin()
         interrupter = Interrupter(at)
         interrupter.run(self.act)
         more, closed, allowed = 1, "", self.allowed()
@@ -286,6 +291,8 @@ class OverlappingStep(OptimizerStep):
 class EmbeddingStep(OptimizerStep):
     """A step of a dense layer and a table; the next one makes up for all that was not applied."""
 
+    options: ClassVar[dict[str, Any]] = {"consistency": Sync()}
+
     def connect(self) -> Client:
         client = self.cluster.client(0)
         table = client.table("t", dim=4, rule=Add(), init=Zeros(), consistency=Sync(reduce="sum"))
@@ -293,14 +300,15 @@ class EmbeddingStep(OptimizerStep):
         self.model.w = torch.nn.Parameter(torch.zeros(ROW))
         self.model.w.grad = -torch.ones(ROW)
         self.model.embedding = Embedding(table)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        kind = Adds if self.own_steps else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=1.0)
         worker = Worker(client, 1)
-        worker.optimizer(self.model, self.optimizer, consistency=self.policy)
+        worker.optimizer(self.model, self.optimizer, **self.options)
         assert worker.clock >= 0  # Else it says that its loop does not begin there.
-        self.collect()
+        self.begin()
         return client
 
-    def collect(self) -> None:
+    def begin(self) -> None:
         self.model.embedding.rows.drop()
         self.model.embedding(torch.from_numpy(KEYS)).sum().backward()
 
@@ -308,7 +316,6 @@ class EmbeddingStep(OptimizerStep):
         return self.client.table("t").pull(KEYS)
 
     def interrupt(self, at: int) -> None:
-        self.collect()
         self.rows_before, closed = self.rows(), self.closed
         super().interrupt(at)
         gained = np.unique(self.rows() - self.rows_before).tolist()
@@ -316,6 +323,22 @@ class EmbeddingStep(OptimizerStep):
 
     def check(self, where: str) -> None:
         """What memory is in use depends on what was read of the rows."""
+
+
+class HybridStep(EmbeddingStep):
+    """An own step of the dense layer, and a push of the table's rows: whichever of them was not
+    made yet, the next step makes. The servers have the dense layer's values of the beginning."""
+
+    options: ClassVar[dict[str, Any]] = {"dense": "local"}
+    own_steps = True
+
+    def read(self) -> Array:
+        return self.model.w.detach().numpy().copy()
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        with torch.no_grad():
+            self.model.w.copy_(torch.from_numpy(self.known))
 
 
 class LocalStep(OptimizerStep):
@@ -370,7 +393,15 @@ def workers_cluster(request: pytest.FixtureRequest, make_cluster: MakeCluster) -
 
 
 CALLS = (PushPull, Pull, AwaitedPush, SyncStep, Define, TablePush)
-STEPS = (OptimizerStep, OverlappingStep, EmbeddingStep, LocalStep, AsyncLocalStep, ElasticStep)
+STEPS = (
+    OptimizerStep,
+    OverlappingStep,
+    EmbeddingStep,
+    HybridStep,
+    LocalStep,
+    AsyncLocalStep,
+    ElasticStep,
+)
 
 
 @pytest.fixture(params=[*CALLS, *STEPS], ids=lambda kind: kind.__name__)

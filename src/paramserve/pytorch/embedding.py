@@ -162,6 +162,7 @@ class Rows(torch.nn.Parameter):
 
     def _held(self) -> Gradients | None:
         """What is collected and was not dropped by a `zero_grad` of torch's."""
+        self.bring_back()  # an interrupt may have ended the step that was to
         keys, values = self._keys, self.grad
         if keys is None or values is None:
             return None

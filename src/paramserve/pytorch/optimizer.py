@@ -281,6 +281,11 @@ class LocalOptimizer(AdoptedOptimizer):
 
     _adopted: LocalStepping | Elastic | Hybrid
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, of rows of tables, too, that an interrupted step has left aside."""
+        self._adopted.tables.bring_back()
+        super().zero_grad(set_to_none)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own step; after each `every` of them the exchange with the servers.
 

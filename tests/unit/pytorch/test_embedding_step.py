@@ -16,7 +16,7 @@ from paramserve.consistency.built_in import Async, LocalSteps
 from paramserve.errors import NonFinite
 from paramserve.pytorch import Embedding, EmbeddingBag
 from paramserve.pytorch.optimizer import adopt
-from paramserve.pytorch.tables import clip
+from paramserve.pytorch.tables import Tables, clip
 
 DIM = 3
 SIZE = 10
@@ -375,6 +375,34 @@ def test_hybrid_own_step_that_raises_keeps_the_rows_for_the_next_try() -> None:
     optimizer.step()
     expected.step()
     assert_same(ours, theirs)
+
+
+def test_hybrid_rows_that_an_interrupt_left_aside_are_held_until_they_are_sent_or_zeroed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: Tables) -> None:
+        raise KeyboardInterrupt
+
+    worker = TableCluster().worker()
+    ours, _ = make(worker)
+    optimizer = adopt(worker, ours, sgd(ours), dense="local")
+
+    def step() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Tables, "bring_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+
+    ours(*BATCHES[0]).backward()
+    step()
+    optimizer.zero_grad()
+    assert len(ours.users.rows.collected().keys) == 0
+    ours(*BATCHES[0]).backward()
+    step()
+    ours(*BATCHES[1]).backward()
+    optimizer.step()
+    (push,) = tables_of(worker)[0].pushes
+    assert sorted(push.keys) == [1, 2, 7]
 
 
 def test_hybrid_closure_counts_the_rows_of_its_last_evaluation() -> None:
