@@ -14,12 +14,15 @@ from tests.sim.resumes import (
     SimulatedResumes,
     resumed,
 )
+from tests.unit.core.test_lease_records import (
+    finished_grants_are_forgotten,
+    marks_of_after_the_cut,
+)
 
 from paramserve.consistency.built_in import Async
 from paramserve.core import leases
 from paramserve.core.cut_parts import BlockCopy
 from paramserve.core.group_state import GroupState
-from paramserve.core.leases import Mark, Span
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Sessions, ShardSession
 from paramserve.messages import Step
@@ -105,19 +108,9 @@ def values_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockCopy, "finish", lambda copy: None)
 
 
-def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is used of the leases is what the coordinator knows when it saves them."""
-
-    def latest(one: leases.Followed, client: int, mark: Mark) -> list[Span]:
-        return whole(one, client, max([mark, *one._marks.get(client, [])]))
-
-    whole = leases.Followed.done
-    monkeypatch.setattr(leases.Followed, "done", latest)
-
-
 def leases_of_before_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was given out between the copy of the book and the cut is given out again."""
-    monkeypatch.setattr(leases.Followed, "done", lambda one, client, mark: [])
+    """What was used between the beginning of the checkpoint and the cut is given out again."""
+    monkeypatch.setattr(leases, "_uses", lambda holdings, marks_of: [])
 
 
 def calls_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +151,7 @@ def samples_of_a_call_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
         (values_of_now, {"consistency": Async()}),
         (marks_of_after_the_cut, {"consistency": Async(), "samples": 60}),
         (leases_of_before_the_cut, {"consistency": Async(), "samples": 60}),
+        (finished_grants_are_forgotten, {"consistency": Async(), "samples": 60}),
     ],
 )
 def test_bug_of_a_checkpoint_is_found(

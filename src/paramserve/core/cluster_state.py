@@ -1,9 +1,8 @@
 """What the coordinator saves with a checkpoint, and goes on from: plain records of its parts.
 
-Of a client's leases all grants count that were made before the cut, and what is used of them by
-the cut's marks: so they are followed from before the cut on. Blocks are saved as defined where they
-were when the cut had been taken and are in it. Members and client ids are saved last: what comes
-after has higher numbers.
+What is done of the leases, the cut's marks say; so what goes from the book is kept from before the
+cut on. Blocks are saved as defined where they were when the cut had been taken and are in it.
+Members and client ids are saved last: what comes after has higher numbers.
 """
 
 from __future__ import annotations

@@ -5,18 +5,20 @@ self-scheduling (Polychronopoulos and Kuck, IEEE Transactions on Computers C-36(
 each worker's share by its measured speed. What a worker that ended had not finished goes back,
 once all shards have said how much of it is in the values.
 
-For a checkpoint all grants are followed from before its cut on (`LeaseBook.follow`). What of them
-is done in the cut, the cut's own marks say; the rest is given out again when the run goes on.
+The book hears of a checkpoint's cut after that was taken. So while one is under way, what goes from
+the book is kept in its `Past`. What is done in the cut, the cut's own marks say; all else is to do
+when the run goes on.
 
 Nothing here knows what the samples are, or reads a clock.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import insort
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -50,11 +52,13 @@ class Span(NamedTuple):
 
 @dataclass
 class Grant:
-    """A lease that is not finished; `done`: how many of its samples are."""
+    """A lease that is not finished; `done`: how many of its samples are, and `before`: were when
+    the checkpoint under way began."""
 
     number: int
     span: Span
     done: int = 0
+    before: int = 0
 
     @property
     def samples(self) -> int:
@@ -65,6 +69,10 @@ class Grant:
         if self.number != mark[0]:
             return self.samples if self.number < mark[0] else 0
         return min(mark[1], self.samples)
+
+    def part(self, start: int, stop: int) -> Span:
+        """Where these of its samples lie."""
+        return Span(self.span.epoch, self.span.start + start, self.span.start + stop)
 
 
 @dataclass
@@ -207,73 +215,25 @@ class LeasesRecord(Struct, frozen=True):
     loaders: tuple[LoaderRecord, ...]
 
 
-class Followed:
-    """All grants of a turn since a moment, for a checkpoint whose cut lies after it.
+class Holding(NamedTuple):
+    """A grant that a client has, or had."""
 
-    Args:
-        back: what was free then, besides what was never leased.
-        holders: then, by client.
-    """
+    client: int
+    rank: int
+    grant: Grant
 
-    def __init__(self, back: Iterable[Span], holders: Mapping[int, Holder]) -> None:
-        self._spans = list(back)
-        """All that was free then, or is in a grant."""
-        self._grants: dict[int, dict[int, Grant]] = {}
-        """By client and number: as far as they are not given back."""
-        self._marks: dict[int, list[Mark]] = {}
-        """Of each client, in order: a mark of another turn's lease says nothing of these."""
-        for client, holder in holders.items():
-            for grant in holder.grants:
-                self.add(client, grant, fresh=True)
 
-    def add(self, client: int, grant: Grant, *, fresh: bool) -> None:
-        """A client has this lease; `fresh`: of samples that were not free before."""
-        number, (epoch, start, stop), done = grant.number, grant.span, grant.done
-        self._grants.setdefault(client, {})[number] = Grant(number, grant.span, done)
-        if fresh:
-            self._spans.append(Span(epoch, start + done, stop))
+class Past:
+    """What has gone from the book since the checkpoint under way began; `on`: whether one is."""
 
-    def shorten(self, client: int, number: int, samples: int) -> None:
-        """A client will take no more of a lease than its first samples."""
-        grant = self._grants.get(client, {}).get(number)
-        if grant is not None:
-            epoch, start, _ = grant.span
-            grant.span = Span(epoch, start, start + samples)
-
-    def finished(self, client: int, mark: Mark) -> None:
-        """All up to this mark is in the values now; whether it is in the cut, that one's says."""
-        marks = self._marks.setdefault(client, [])
-        if mark not in marks[-1:]:
-            marks.append(mark)
-
-    def done(self, client: int, mark: Mark) -> list[Span]:
-        """What a client has used up to its mark in the cut, and had not when this began."""
-        grants = self._grants.get(client, {})
-        known = [m for m in (*self._marks.get(client, ()), mark) if m <= mark and m[0] in grants]
-        found = []
-        for grant in grants.values() if known else ():
-            epoch, start, _ = grant.span
-            reached = grant.reached(max(known))
-            if reached > grant.done:
-                found.append(Span(epoch, start + grant.done, start + reached))
-        return found
-
-    def begun(self, marks: Marks) -> dict[int, list[Span]]:
-        """By client, what it has begun a call with that is not over in the cut with these marks."""
-        found = {}
-        for client in self._grants:
-            over = self.done(client, marks.lowest(client))
-            found[client] = without(self.done(client, marks.begun(client)), over)
-        return found
-
-    def left(self, marks: Marks) -> tuple[list[Span], dict[int, int], int]:
-        """What is to be done again after the cut with these marks; how many samples each client has
-        used since this began; and how many of other samples some shards have."""
-        low = {client: self.done(client, marks.lowest(client)) for client in self._grants}
-        high = [self.done(client, marks.highest(client)) for client in self._grants]
-        used = {client: sum(map(_samples, each)) for client, each in low.items()}
-        some = sum(_samples(span) for each in high for span in each) - sum(used.values())
-        return without(self._spans, [span for each in low.values() for span in each]), used, some
+    def __init__(self) -> None:
+        self.on = False
+        self.grants: defaultdict[Leases, list[Holding]] = defaultdict(list)
+        """By turn: of clients that have finished them, or ended."""
+        self.turns: defaultdict[_Loader, dict[int, Leases]] = defaultdict(dict)
+        """That have ended, by loader."""
+        self.tallies: dict[_Loader, Tally] = {}
+        """As they were when it began; that of a later loader was empty."""
 
 
 def _samples(span: Span) -> int:
@@ -282,7 +242,7 @@ def _samples(span: Span) -> int:
 
 def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
     """The positions of the first that are in none of the others."""
-    left = sorted(spans)
+    left = sorted(span for span in spans if span.start < span.stop)
     for epoch, start, stop in done:
         cut = []
         for each in left:
@@ -294,20 +254,39 @@ def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
     return left
 
 
+def _uses(holdings: Collection[Holding], marks_of: Callable[[int], Mark]) -> list[tuple[int, Span]]:
+    """(rank, span): what clients have used of these grants up to their marks, and had not when the
+    checkpoint began."""
+    numbers = {(client, grant.number) for client, _, grant in holdings}
+    marks = {client: marks_of(client) for client, _, _ in holdings}
+    uses = []
+    for client, rank, grant in holdings:
+        reached = grant.reached(marks[client])
+        if (client, marks[client][0]) not in numbers:  # of another turn: what is open stays so
+            reached = min(reached, grant.done)
+        if reached > grant.before:
+            uses.append((rank, grant.part(grant.before, reached)))
+    return uses
+
+
 class Leases:
     """One turn of one loader: `samples` samples, epoch after epoch.
 
     Args:
         first_epoch: number of its first epoch.
         tally: is counted on.
+        past: gets the grants that go from here.
     """
 
-    def __init__(self, plan: LeasePlan, samples: int, first_epoch: int, tally: Tally) -> None:
+    def __init__(
+        self, plan: LeasePlan, samples: int, first_epoch: int, tally: Tally, past: Past
+    ) -> None:
         self.plan = plan
         self.over = False
         self.holders: dict[int, Holder] = {}
         """By client."""
         self._tally = tally
+        self._past = past
         self._fresh = samples
         """Samples that were never leased."""
         self._epoch = first_epoch
@@ -318,7 +297,6 @@ class Leases:
         """By rank, what it is to do first, in one call: it had begun that when this was saved."""
         self._kept: dict[int, deque[Span]] = {}
         """What of that is still to be given out."""
-        self._followed: Followed | None = None
 
     def take(
         self, client: int, rank: int, number: int, message: Lease, speeds: Mapping[int, float]
@@ -336,7 +314,6 @@ class Leases:
         if last is not None and last.lease > message.seen:
             return structs.replace(last, call=message.call)
         self._free_kept(speeds)
-        fresh = False
         if rank in self._kept:
             given, batch = self._take_kept(rank)
         else:
@@ -352,12 +329,9 @@ class Leases:
             left = self._left_in(span.epoch)
             steps = min(max(math.ceil(left * shares(every)[mine] / unit), 1), few)
             given = Span(span.epoch, span.start, min(span.start + steps * unit, span.stop))
-            fresh = not self._back
             self._remove(given)
         grant = Grant(number, given)
         holder.grants.append(grant)
-        if self._followed is not None:
-            self._followed.add(client, grant, fresh=fresh)
         holder.idle = False
         holder.last = Leased(message.call, number, *given, batch)
         self._tally.given[rank] = self._tally.given.get(rank, 0) + grant.samples
@@ -380,8 +354,6 @@ class Leases:
 
     def finished(self, client: int, mark: Mark) -> None:
         """All that a client was given up to this mark is in the values."""
-        if self._followed is not None:
-            self._followed.finished(client, mark)
         holder = self.holders.get(client)
         if holder is None or all(grant.number != mark[0] for grant in holder.grants):
             return  # of another turn, or known already
@@ -393,6 +365,7 @@ class Leases:
                 self._tally.finished[holder.rank] = count + more
             if grant.done == grant.samples:
                 holder.grants.remove(grant)
+                self._let_go(client, holder, grant)
 
     def give_back(self, client: int, mark: Mark) -> None:
         """A client will not take what is beyond this mark."""
@@ -402,14 +375,13 @@ class Leases:
         holder.last = None
         kept: deque[Grant] = deque()
         for grant in holder.grants:
-            epoch, start, stop = grant.span
             end = max(grant.done, grant.reached(mark))
-            self._put(Span(epoch, start + end, stop))
-            grant.span = Span(epoch, start, start + end)
-            if self._followed is not None:
-                self._followed.shorten(client, grant.number, end)
+            self._put(grant.part(end, grant.samples))
+            grant.span = grant.part(0, end)
             if grant.done < end:
                 kept.append(grant)
+            else:
+                self._let_go(client, holder, grant)
         holder.grants = kept
 
     def release(self, client: int, highest: Mark) -> None:
@@ -420,30 +392,42 @@ class Leases:
         """
         holder = self.holders.pop(client)
         for grant in holder.grants:
-            epoch, start, stop = grant.span
+            self._let_go(client, holder, grant)
             self._tally.repeated += max(grant.reached(highest) - grant.done, 0)
             if grant.span in self._begun.get(holder.rank, ()) and not grant.done:
                 self._kept.setdefault(holder.rank, deque()).append(grant.span)
             else:
-                self._put(Span(epoch, start + grant.done, stop))
+                self._put(grant.part(grant.done, grant.samples))
 
-    def follow(self, on: bool = True) -> None:
-        """Keep in mind what happens from now on, for `record`; or no longer."""
-        kept = (span for spans in self._kept.values() for span in spans)
-        self._followed = Followed((*self._back, *kept), self.holders) if on else None
+    def _let_go(self, client: int, holder: Holder, grant: Grant) -> None:
+        """A client has this grant no longer."""
+        if self._past.on:
+            self._past.grants[self].append(Holding(client, holder.rank, grant))
 
-    def record(
-        self, number: int, marks: Marks, ranks: Mapping[int, int]
-    ) -> tuple[TurnRecord, dict[int, int], int]:
-        """This turn as of a cut with these marks of clients, which have these ranks, and the counts
-        of `Followed.left`."""
-        assert self._followed is not None, "it is not followed"
-        back, used, some = self._followed.left(marks)
-        begun = {(ranks[c], *span) for c, s in self._followed.begun(marks).items() for span in s}
+    def record(self, number: int, marks: Marks) -> tuple[TurnRecord, list[tuple[int, Span]], int]:
+        """This turn as of a cut with these marks of clients; (rank, span) of what was used in it
+        since the checkpoint began; and how many of other samples some shards have."""
+        past = self._past.grants.get(self, [])
+        present = [
+            Holding(client, holder.rank, grant)
+            for client, holder in self.holders.items()
+            for grant in holder.grants
+        ]
+        low, high, calls = (
+            _uses([*past, *present], marks_of)
+            for marks_of in (marks.lowest, marks.highest, marks.begun)
+        )
+        done = [span for _, span in low]
+        free = [*self._back, *(span for spans in self._kept.values() for span in spans)]
+        free += [grant.part(grant.before, grant.done) for _, _, grant in past]
+        free += [grant.part(grant.before, grant.samples) for _, _, grant in present]
+        back = without(free, done)
+        begun = {(rank, *each) for rank, span in calls for each in without([span], done)}
         # What was begun at an earlier cut, and is still to be done.
         begun |= {(r, *s) for r in self._begun for s in self._begun[r] if not without([s], back)}
         place = self._fresh, self._epoch, self._position
-        return TurnRecord(number, *place, tuple(back), tuple(sorted(begun))), used, some
+        record = TurnRecord(number, *place, tuple(back), tuple(sorted(begun)))
+        return record, low, sum(_samples(span) for _, span in high) - sum(map(_samples, done))
 
     def go_on_from(self, record: TurnRecord) -> None:
         """Nothing is leased; this is what is left."""
@@ -463,7 +447,6 @@ class Leases:
     def close(self) -> None:
         """Nothing more of this turn will be done: what is left filled no step."""
         self._tally.left_over += sum(holder.open for holder in self.holders.values())
-        self.holders.clear()
 
     def _nothing_to_come(self) -> bool:
         """Whether all holders wait for more samples, as this one does."""
@@ -516,7 +499,7 @@ class Leases:
 class _Loader:
     """All turns of one loader. Those below `first`, and those in `over`, are over."""
 
-    def __init__(self, plan: LeasePlan, workers: int) -> None:
+    def __init__(self, plan: LeasePlan, workers: int, past: Past) -> None:
         self.plan = plan
         self.samples = plan.steps * plan.batch * workers if plan.steps else plan.epochs * plan.size
         self.turns: dict[int, Leases] = {}
@@ -526,70 +509,51 @@ class _Loader:
         self.of_before = False
         """Whether the plan is that of a checkpoint, and no rank has come with its own since."""
         self.tally = Tally()
-        self._before: LoaderRecord | None = None
-        """As it was when it began to be followed."""
-        self._ended: dict[int, Leases] = {}
-        """Turns that have ended since."""
+        self._past = past
 
     @classmethod
-    def restored(cls, record: LoaderRecord) -> _Loader:
+    def restored(cls, record: LoaderRecord, past: Past) -> _Loader:
         """A loader as it was saved."""
-        made = cls(record.plan, 1)
+        made = cls(record.plan, 1, past)
         made.samples, made.first, made.over = record.samples, record.first, set(record.over)
         made.of_before = True
         made.tally = Tally(
             dict(record.given), dict(record.finished), record.repeated, record.left_over
         )
         for each in record.turns:
-            turn = made.turns[each.number] = Leases(made.plan, made.samples, 0, made.tally)
+            turn = made.turns[each.number] = Leases(made.plan, made.samples, 0, made.tally, past)
             turn.go_on_from(each)
         return made
 
-    def follow(self, name: str, on: bool = True) -> None:
-        """As `Leases.follow`."""
-        tally = self.tally
-        self._ended, self._before = {}, None
-        for turn in self.turns.values():
-            turn.follow(on)
-        if on:
-            self._before = LoaderRecord(
-                name,
-                self.plan,
-                self.samples,
-                self.first,
-                tuple(sorted(self.over)),
-                (),
-                {},
-                dict(tally.finished),
-                tally.repeated,
-                tally.left_over,
-            )
-
-    def record(self, marks: Marks, ranks: Mapping[int, int]) -> LoaderRecord:
-        """This loader as of a cut with these marks of clients, whose ranks are told."""
-        before = self._before
-        assert before is not None, "it is not followed"
-        finished, turns, repeated = dict(before.finished), [], before.repeated
-        for number, turn in sorted({**self._ended, **self.turns}.items()):
-            record, used, some = turn.record(number, marks, ranks)
+    def record(self, name: str, marks: Marks) -> LoaderRecord:
+        """This loader as of a cut with these marks of clients."""
+        before, ended = self._past.tallies.get(self, Tally()), self._past.turns.get(self, {})
+        finished, repeated, turns = dict(before.finished), before.repeated, []
+        for number, turn in sorted({**ended, **self.turns}.items()):
+            record, uses, some = turn.record(number, marks)
             turns.append(record)
             repeated += some
-            for client, samples in used.items():
-                rank = ranks[client]
-                finished[rank] = finished.get(rank, 0) + samples
-        return structs.replace(
-            before,
-            turns=tuple(turns),
-            given=dict(self.tally.given),
-            finished=finished,
-            repeated=repeated,
+            for rank, span in uses:
+                finished[rank] = finished.get(rank, 0) + _samples(span)
+        first = min([self.first, *ended])
+        return LoaderRecord(
+            name,
+            self.plan,
+            self.samples,
+            first,
+            tuple(sorted({*range(first, self.first), *self.over} - ended.keys())),
+            tuple(turns),
+            dict(self.tally.given),
+            finished,
+            repeated,
+            before.left_over,
         )
 
     def go_on_with(self, plan: LeasePlan, workers: int) -> None:
         """Take over the plan of a run that goes on, where it shares out the same order: other
         batches, or more samples of an only turn. Any other one changes nothing."""
         known, self.of_before = self.plan, False
-        samples = type(self)(plan, workers).samples
+        samples = type(self)(plan, workers, self._past).samples
         more, size = samples - self.samples, plan.size
         turns = {*self.turns, *self.over, *range(self.first)}
         same_order = (known.size, known.order) == (size, plan.order)
@@ -597,16 +561,11 @@ class _Loader:
             return
         if more and self.first:  # the only turn was over
             self.first = 0
-            self.turns[0] = turn = Leases(plan, 0, 0, self.tally)
+            self.turns[0] = turn = Leases(plan, 0, 0, self.tally, self._past)
             turn.go_on_from(TurnRecord(0, 0, self.samples // size, self.samples % size, ()))
-            turn.follow(self._before is not None)
         for turn in self.turns.values():
             turn.go_on_with(plan, more)
         self.plan, self.samples = plan, samples
-        if self._before is not None:
-            self._before = structs.replace(
-                self._before, plan=plan, samples=samples, first=self.first
-            )
 
     def turn(self, name: str, number: int) -> Leases | None:
         """The turn of this number; None: it is over."""
@@ -621,17 +580,15 @@ class _Loader:
                     fix="iterate over the loader equally often on all ranks",
                 )
             epochs = -(-self.samples // self.plan.size)
-            turn = Leases(self.plan, self.samples, number * epochs, self.tally)
+            turn = Leases(self.plan, self.samples, number * epochs, self.tally, self._past)
             self.turns[number] = turn
-            if self._before is not None:
-                turn.follow()
         return turn
 
     def end(self, number: int) -> None:
         turn = self.turns.pop(number)
         turn.close()
-        if self._before is not None:
-            self._ended[number] = turn
+        if self._past.on:
+            self._past.turns[self][number] = turn
         self.over.add(number)
         while self.first in self.over:
             self.over.remove(self.first)
@@ -649,8 +606,7 @@ class LeaseBook:
         self._sizes: dict[str, tuple[int, int]] = {}
         """Of loaders without leases: the rank that made one first, and its dataset's length."""
         self._next = 1
-        self._followed: dict[int, int] | None = None
-        """While grants are followed: ranks of all clients that have had one."""
+        self._past = Past()
         self._saved: frozenset[str] = frozenset()
         """Loaders of the checkpoint that the cluster has gone on from."""
 
@@ -659,25 +615,28 @@ class LeaseBook:
         """A book as it was saved: nothing is leased."""
         made = cls()
         made._next = record.next
-        made._loaders = {each.name: _Loader.restored(each) for each in record.loaders}
+        made._loaders = {each.name: _Loader.restored(each, made._past) for each in record.loaders}
         made._saved = frozenset(made._loaders)
         return made
 
     def follow(self, on: bool = True) -> None:
-        """Follow all grants from now on, for a checkpoint whose cut is to come; or no longer."""
-        for name, loader in self._loaders.items():
-            loader.follow(name, on)
-        holders = [each for turn in self._turns() for each in turn.holders.items()]
-        self._followed = {client: holder.rank for client, holder in holders} if on else None
+        """A checkpoint begins, whose cut is to come; or one is over."""
+        past, loaders = self._past, self._loaders.values()
+        past.on = on
+        past.grants.clear()
+        past.turns.clear()
+        past.tallies = {each: copy.deepcopy(each.tally) for each in loaders} if on else {}
+        for turn in self._turns() if on else ():
+            for holder in turn.holders.values():
+                for grant in holder.grants:
+                    grant.before = grant.done
 
     def record(self, marks: Marks) -> LeasesRecord:
         """The book as of the cut with these marks, which was taken since `follow`: as if all
         clients had ended there."""
-        assert self._followed is not None, "it is not followed"
-        ranks = self._followed
-        return LeasesRecord(
-            self._next, tuple(each.record(marks, ranks) for each in self._loaders.values())
-        )
+        assert self._past.on, "no checkpoint has begun"
+        loaders = self._loaders.items()
+        return LeasesRecord(self._next, tuple(each.record(name, marks) for name, each in loaders))
 
     def compare_size(self, message: DatasetSize, rank: int) -> SameSize:
         """Which rank made a loader first, and over how many samples; of more loaders than are kept
@@ -709,8 +668,6 @@ class LeaseBook:
             self._finished(client, message.taken)
         if message.speed:
             loader.speeds[rank] = message.speed
-        if self._followed is not None:
-            self._followed[client] = rank
         speeds = {each: loader.speeds.get(each, 0.0) for each in sorted({*ranks, rank})}
         reply = turn.take(client, rank, self._next, message, speeds)
         if reply is not None:
@@ -737,9 +694,7 @@ class LeaseBook:
                     f"rank {rank} began loader {name!r}, and {LOADERS_MAX} others are known",
                     fix="make the loader once, and iterate over it again",
                 )
-            known = self._loaders[name] = _Loader(plan, workers)
-            if self._followed is not None:
-                known.follow(name)
+            known = self._loaders[name] = _Loader(plan, workers, self._past)
         if known.of_before:
             known.go_on_with(plan, workers)
         if known.plan.size != plan.size:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,16 @@ from msgspec import structs
 from tests.unit.core.test_leases import NAME, Table, World, all_of, mark_of, plan, positions, span
 
 from paramserve.core import leases as module
-from paramserve.core.leases import LeaseBook, LeasesRecord, Mark, Marks, Span, without
+from paramserve.core.leases import (
+    Holding,
+    LeaseBook,
+    Leases,
+    LeasesRecord,
+    Mark,
+    Marks,
+    Span,
+    without,
+)
 from paramserve.errors import ParamServeError
 from paramserve.messages import GiveBack, Leased, ServerBeat
 
@@ -260,26 +271,56 @@ def test_any_order_of_events_around_a_cut_shares_every_sample(sync: bool, part: 
 def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is used is what the book knows when it is saved."""
 
-    def latest(one: module.Followed, client: int, mark: Mark) -> list[Span]:
-        marks = one._marks.get(client, [])
-        return whole(one, client, max([mark, *marks]))
+    def latest(holdings: list[Holding], marks_of: Callable[[int], Mark]) -> Any:
+        known = [(each.client, (each.grant.number, each.grant.done)) for each in holdings]
+        return whole(
+            holdings,
+            lambda client: max(marks_of(client), *(mark for c, mark in known if c == client)),
+        )
 
-    whole = module.Followed.done
-    monkeypatch.setattr(module.Followed, "done", latest)
-
-
-def grants_since_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The book is as it was when the cut was asked for."""
-    whole = module.Followed.__init__
-
-    def init(one: module.Followed, back: object, holders: object) -> None:
-        whole(one, back, holders)  # type: ignore[arg-type]
-        monkeypatch.setattr(one, "add", lambda client, grant, fresh: None)
-
-    monkeypatch.setattr(module.Followed, "__init__", init)
+    whole = module._uses
+    monkeypatch.setattr(module, "_uses", latest)
 
 
-@pytest.mark.parametrize("plant", [marks_of_after_the_cut, grants_since_are_not_followed])
+def finished_grants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes from the book before it is saved is done in the cut."""
+    monkeypatch.setattr(Leases, "_let_go", lambda turn, client, holder, grant: None)
+
+
+def turns_that_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that ends before the book is saved is over in the cut."""
+    whole = LeaseBook.record
+
+    def record(book: LeaseBook, marks: Marks) -> LeasesRecord:
+        book._past.turns.clear()
+        return whole(book, marks)
+
+    monkeypatch.setattr(LeaseBook, "record", record)
+
+
+def uses_of_before_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a grant had done when the checkpoint began counts as used since."""
+    whole = LeaseBook.record
+
+    def record(book: LeaseBook, marks: Marks) -> LeasesRecord:
+        for turn in book._turns():
+            for holder in turn.holders.values():
+                for grant in holder.grants:
+                    grant.before = 0
+        return whole(book, marks)
+
+    monkeypatch.setattr(LeaseBook, "record", record)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        marks_of_after_the_cut,
+        finished_grants_are_forgotten,
+        turns_that_end_are_forgotten,
+        uses_of_before_count_again,
+    ],
+)
 def test_bug_of_a_saved_lease_book_is_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)  # type: ignore[operator]
     for seed in range(400):
