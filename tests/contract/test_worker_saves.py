@@ -200,7 +200,7 @@ def test_wrong_saves_are_refused_and_change_nothing(make_cluster: MakeCluster) -
             worker.save("a", sampler)
         with pytest.raises(TypeError, match="a text that is not empty, not 3"):
             worker.save(3, 4)  # type: ignore[arg-type]
-        with pytest.raises(Overloaded, match=r"of 5000\d+ bytes makes .* at most 4194304"):
+        with pytest.raises(Overloaded, match=r"of 5000\d+ bytes .* at most 4194304.*#an-average"):
             worker.save("a", np.zeros(5_000_000, np.uint8))
         assert (worker.saved("a"), worker.saved("b")) == (1, 2)
         broken[0] = object()

@@ -113,7 +113,8 @@ class Saving:
                     f"worker.save({name!r}) of {len(data)} bytes makes {sum(sizes.values())} under "
                     f"{len(sizes)} names: a worker saves at most {BYTES_MAX} under {NAMES_MAX}",
                     applied="no",
-                    fix="save what the rest can be made from",
+                    fix="save what the rest can be made from; an average of the weights of any "
+                    "size is a state of a rule (docs/recipes.md#an-average-of-the-weights-ema)",
                 )
             self._asked.pop(name, None)
             data = b""
