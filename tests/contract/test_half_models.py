@@ -101,8 +101,11 @@ class Twins:
 
     def push(self, rank: int, gradients: dict[str, Tensor], **options: Any) -> None:
         client = self.clients[rank]
-        client.push({name: given(each) for name, each in gradients.items()}, **options)
-        client.push({f"plain {n}": g.float().numpy() for n, g in gradients.items()}, **options)
+        plain = {f"plain {n}": g.float().numpy() for n, g in gradients.items()}
+        for each in ({name: given(each) for name, each in gradients.items()}, plain):
+            ticket = client.push(each, **options)
+            if ticket.operation is not None:  # else it waits for its tick
+                ticket.result()  # so the pushes of the ranks come in one order to both
 
     def tick(self) -> None:
         tickets = [each.tick(group) for each in self.clients for group in ("default", "plain")]
