@@ -16,7 +16,7 @@ from msgspec import structs
 from paramserve.client.step_parts import BlockPush, StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.core.block import ShardBlock
-from paramserve.core.partition import Block, size_of
+from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece, PlaceBlock
 from paramserve.testing.client import GroupStep
@@ -67,12 +67,6 @@ class BesideCounting(Counting):
     def is_beside(self, pieces: Sequence[Piece]) -> bool:
         """Whether a block of these pieces is beside a counting one."""
         return pieces[0].name.partition(".")[0] in self.beside
-
-    def sizes(self) -> list[int]:
-        plain = [each for name, each in self.blocks.items() if name not in self.beside]
-        sizes = [size_of(pieces) * self.dtype.itemsize for pieces in plain]
-        others = (size_of(self.blocks[name]) for name in self.beside)
-        return sizes + [size * width for size in others for width in (2, 4)]
 
 
 class BesideClient(ScriptedClient):
@@ -130,14 +124,3 @@ class BesideClient(ScriptedClient):
                 if high > low and row is not None:
                     values = outcome.values[block.id][low:high]
                     self.wrong += self._workload.was_read(block, shard, values, row)
-
-
-def pushes_in(row: Row) -> list[tuple[int, int]]:
-    """(writer, push) of all pushes in a counting block's row."""
-    found = []
-    for writer, mask in enumerate(row.pushes):
-        while mask:
-            low = mask & -mask
-            found.append((writer, low.bit_length() - 1))
-            mask ^= low
-    return found

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.block import ShardBlock
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
@@ -196,7 +196,3 @@ class Counting:
         """Load the kernels; after the first time this costs next to nothing."""
         compiled().prepare(self.dtype)
         self.rule.prepare(self.dtype)
-
-    def sizes(self) -> list[int]:
-        """Bytes of each block."""
-        return [size_of(pieces) * self.dtype.itemsize for pieces in self.blocks.values()]

@@ -32,7 +32,7 @@ from paramserve.codecs.sparse import TopK
 from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock
 from paramserve.core.client_session import Operation
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block, size_of
+from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.core.shard import Shard
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import BlockSpec, Done, Joined, Piece, PlaceBlock
@@ -123,11 +123,6 @@ class EncodedCounting(Counting):
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, tuple[int, ...]]]:
         return [] if _is_encoded(block) else super().masks(block, shard, shards)
-
-    def sizes(self) -> list[int]:
-        counting = [each for name, each in self.blocks.items() if name not in self.encoded]
-        sizes = [size_of(pieces) * self.dtype.itemsize for pieces in counting]
-        return sizes + [size_of(pieces) * 4 for pieces in self.encoded.values()]
 
 
 def _is_encoded(block: ShardBlock | KeyedBlock) -> bool:

@@ -20,7 +20,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.partition import HALVES, SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add
-from paramserve.testing.beside import BesideClient, BesideCounting, pushes_in
+from paramserve.testing.beside import BesideClient, BesideCounting
 from paramserve.testing.checkers import Violation
 from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Part, Row
@@ -94,7 +94,7 @@ class HalfCounting(BesideCounting):
         """What a server's part is where a counting block has these pushes."""
         low, high = block.range(shard)
         total = np.zeros(high - low, np.float64)
-        for writer, number in pushes_in(row):
+        for writer, number in row.each():
             total += self.drawn(block, writer, number)[low:high]
         return total
 

@@ -32,6 +32,16 @@ class Row(NamedTuple):
     pushes: tuple[int, ...]
     sound: bool = True
 
+    def each(self) -> list[tuple[int, int]]:
+        """(writer, push) of all pushes."""
+        found = []
+        for writer, mask in enumerate(self.pushes):
+            while mask:
+                low = mask & -mask
+                found.append((writer, low.bit_length() - 1))
+                mask ^= low
+        return found
+
 
 @dataclass
 class Call:

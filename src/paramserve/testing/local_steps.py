@@ -23,7 +23,7 @@ from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.registry import spec
 from paramserve.rules.sgd import SGD
-from paramserve.testing.beside import BesideClient, BesideCounting, pushes_in
+from paramserve.testing.beside import BesideClient, BesideCounting
 from paramserve.testing.checkers import Violation
 from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Call, History, Part, Update
@@ -260,7 +260,7 @@ def _judge_base(
         if each.after <= base:
             there.update(each.pushes)
     for part, row in last.reads.items():
-        if part.shard == shard and not set(pushes_in(row)) <= there:
+        if part.shard == shard and not set(row.each()) <= there:
             return [f"{who} has read what was applied later"]
     return []
 

@@ -51,8 +51,6 @@ KEYS = np.array([0, -1, 2**63 - 1, -(2**63), 3, 4, 5, 6, 7], np.int64)
 """Each of up to three shards holds some."""
 PUSHES_MAX = 24
 """Of one writer: sums of their powers of two are exact in float32."""
-ARENA_BYTES = 1 << 20
-"""Of each client. Slots are used again for their own size only, and calls have many sizes."""
 SOME = 0.4
 """Of the calls take only some keys."""
 DELETES = 0.2
@@ -87,9 +85,6 @@ class RowCounting(Counting):
 
     def prepare(self) -> None:
         load_table(self.rule, row_layout(self.rule, self.dim, "float32"))
-
-    def sizes(self) -> list[int]:
-        return [ARENA_BYTES]
 
     def gradients(self, chosen: Sequence[RowKey], push: Pushed) -> tuple[Array, Array]:
         """Keys [2 n] and gradients [2 n, dim] of one push: each key comes twice, with a half."""

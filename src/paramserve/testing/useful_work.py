@@ -160,9 +160,6 @@ class StepsCounting(Counting):
     ) -> list[tuple[int, tuple[int, ...]]]:
         return []
 
-    def sizes(self) -> list[int]:
-        return [SPLIT_BYTES_MIN]
-
 
 class WorkingWorker(OwnStepsWorker):
     """A worker that makes own steps until the run's time is over.
