@@ -70,7 +70,7 @@ class SimulatedCrashes(SimulatedCuts):
             restore(shard, part, server.loop.time())
             role.shard = shard
         for rank in range(self.scenario.workers):
-            self._start_after(self.random.random() * RESTART_S, self.worker_type, rank)
+            self.start_worker(self.random.random() * RESTART_S, rank)
         self._start_after(self.random.random() * RESTART_S, self.reader_type, -1)
 
     def check(self) -> None:

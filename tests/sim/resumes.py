@@ -176,7 +176,7 @@ class SimulatedResumes(SimulatedCluster):
             states = [each.state for one in self.servers for each in one.shard.groups.values()]
             self.ahead = {(state.name, rank) for state in states for rank in state.ahead}
         for rank in range(self.scenario.workers):
-            self._start_after(self.random.random() * RESTART_S, self.worker_type, rank)
+            self.start_worker(self.random.random() * RESTART_S, rank)
         self._start_after(self.random.random() * RESTART_S, self.reader_type, -1)
 
     def _left(self) -> Image:

@@ -55,7 +55,7 @@ class CutSeen(NamedTuple):
 class SimulatedCuts(SimulatedCluster):
     """A simulated cluster of which cuts are taken as it runs."""
 
-    replayed_by = "cuts.replay"
+    replayed_by = "paramserve.testing.cuts.replay"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.cuts: list[CutSeen] = []

@@ -268,7 +268,7 @@ class SimulatedEncoded(SimulatedCluster):
     reader_type = EncodedReader
     workload_type = EncodedCounting
     shard_type = EncodedShard
-    replayed_by = "encoded.replay"
+    replayed_by = "paramserve.testing.encoded.replay"
 
     def _new_workload(self) -> Counting:
         self.told: dict[tuple[int, int], Told] = {}

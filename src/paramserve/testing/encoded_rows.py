@@ -195,7 +195,7 @@ class SimulatedEncodedTables(SimulatedCluster):
     worker_type = EncodedRowsWorker
     reader_type = EncodedRowsReader
     workload_type = EncodedRowCounting
-    replayed_by = "encoded_rows.replay"
+    replayed_by = "paramserve.testing.encoded_rows.replay"
 
     def _new_workload(self) -> Counting:
         workload = super()._new_workload()

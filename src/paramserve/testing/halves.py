@@ -131,7 +131,7 @@ class SimulatedHalves(SimulatedCluster):
     worker_type = HalfWorker
     reader_type = HalfReader
     workload_type = HalfCounting
-    replayed_by = "halves.replay"
+    replayed_by = "paramserve.testing.halves.replay"
 
     def _new_workload(self) -> Counting:
         workload = super()._new_workload()

@@ -93,7 +93,7 @@ class SimulatedLocalSteps(SimulatedCluster):
 
     worker_type = LocalWorker
     reader_type = LocalReader
-    replayed_by = "local_steps.replay"
+    replayed_by = "paramserve.testing.local_steps.replay"
 
     def _make_workload(self, writers: int) -> Counting:
         policy = self.scenario.consistency

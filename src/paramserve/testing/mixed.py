@@ -113,7 +113,7 @@ class SimulatedMixed(SimulatedCluster):
     groups_type = MixedWorker
     reader_type = MixedReader
     workload_type = MixedCounting
-    replayed_by = "mixed.replay"
+    replayed_by = "paramserve.testing.mixed.replay"
 
 
 def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:

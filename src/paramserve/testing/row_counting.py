@@ -266,7 +266,7 @@ class SimulatedTables(SimulatedCluster):
     reader_type = RowsReader
     leaser_type = RowsLeaser
     workload_type = RowCounting
-    replayed_by = "row_counting.replay"
+    replayed_by = "paramserve.testing.row_counting.replay"
 
 
 def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:

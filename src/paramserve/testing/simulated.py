@@ -103,7 +103,7 @@ class SimulatedCluster:
     groups_type: type[SimulatedWorker] = GroupsWorker
     """Workers of a scenario with `second`."""
     workload_type: type[Counting] = Counting
-    replayed_by = "replay"
+    replayed_by = "paramserve.testing.replay"
     """The function that repeats a run."""
     checkpoint_plan = CheckpointPlan()
     """Of its checkpoints."""
@@ -180,7 +180,7 @@ class SimulatedCluster:
 
     def _start_clients(self) -> None:
         for rank in range(self.scenario.workers):
-            self._start_after(self.network.delay_s(), self.worker_type, rank)
+            self.start_worker(self.network.delay_s(), rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
 
     def _new_workload(self) -> Counting:
@@ -228,7 +228,7 @@ class SimulatedCluster:
         """How to repeat the run, as code."""
         options = repr(self.scenario)
         seed = f"seed={self.seed}" + (f", {options}" if options else "")
-        return f"paramserve.testing.{self.replayed_by}({seed})"
+        return f"{self.replayed_by}({seed})"
 
     def heal(self) -> None:
         """End all faults; what is broken is mended as clients find out."""
@@ -256,6 +256,10 @@ class SimulatedCluster:
     def _start_after(self, delay_s: float, kind: Callable[..., ClientProcess], rank: int) -> None:
         self._starting += 1
         self.clock.after(delay_s, self._start, kind, rank)
+
+    def start_worker(self, delay_s: float, rank: int) -> None:
+        """Start a worker after a while."""
+        self._start_after(delay_s, self.worker_type, rank)
 
     def maybe_fail(self, client: ClientProcess) -> None:
         """A worker has sent a request: the moment for a fault."""
@@ -317,7 +321,7 @@ class SimulatedCluster:
         if more > 0:
             self._joins += 1
             delay_s = self.network.delay_s() + self.random.random() * RESTART_S
-            self._start_after(delay_s, self.worker_type, self.wanted - 1)
+            self.start_worker(delay_s, self.wanted - 1)
 
     def kill(self, client: ClientProcess) -> None:
         """End a client's process without a word."""
@@ -333,7 +337,7 @@ class SimulatedCluster:
             if self._restarts < RESTARTS_MAX and self.random.random() < RESTART_RATE:
                 self._restarts += 1
                 delay_s = self.random.random() * RESTART_S
-                self._start_after(delay_s, self.worker_type, client.rank)
+                self.start_worker(delay_s, client.rank)
         if self.done:
             self.clock.stop()
 

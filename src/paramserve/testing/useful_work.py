@@ -277,7 +277,7 @@ class SimulatedWork(SimulatedCluster):
 
     def _start_clients(self) -> None:
         for rank in range(self.work.workers):
-            self._start_after(self.network.delay_s(), self.worker_type, rank)
+            self.start_worker(self.network.delay_s(), rank)
 
     # --- deaths -------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class SimulatedWork(SimulatedCluster):
         self._lives[client.writer] = (self._lives[client.writer][0], self.clock.now)
         client.busy_s += client.computing_s
         if not client.finished and self.clock.now < self.work.lasts_s:
-            self._start_after(self.work.restart_s, self.worker_type, client.rank)
+            self.start_worker(self.work.restart_s, client.rank)
         if self.done:
             self.clock.stop()
 

@@ -56,7 +56,7 @@ class Visitor(SimulatedReader):
 class SimulatedVisits(SimulatedCuts):
     """A simulated cluster with visitors, of which cuts are taken as it runs."""
 
-    replayed_by = "visitors.replay"
+    replayed_by = "paramserve.testing.visitors.replay"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
