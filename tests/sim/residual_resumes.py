@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from tests.sim.resumes import FAULTS, MORE, SimulatedResumes
+from tests.sim.resumes import FAULTS, SimulatedResumes
 
 from paramserve.checkpoint.manifest import residual_path
 from paramserve.checkpoint.reader import Checkpoint
@@ -34,13 +34,10 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.testing import Scenario, Violation
-from paramserve.testing.client import GroupStep
-from paramserve.testing.counting import Pushed
 from paramserve.testing.encoded import (
     LARGEST,
     ROUNDING,
     EncodedClient,
-    EncodedCounting,
     EncodedReader,
     EncodedWorker,
     SimulatedEncoded,
@@ -49,6 +46,7 @@ from paramserve.testing.encoded import (
 from paramserve.testing.history import Part
 from paramserve.testing.network import Frame, Stream
 from paramserve.testing.server import SimulatedServer
+from paramserve.testing.workload import GroupStep, Pushed
 
 Floats = npt.NDArray[np.float32]
 
@@ -57,11 +55,6 @@ AFTERWARDS_S = 0.2
 
 _decode_reply = decoder(ResidualKept | Refused).decode
 _decode_wanted = decoder(ResidualsWanted).decode
-
-
-class EncodedMore(EncodedCounting):
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers + MORE)
 
 
 class RemembersChanges(WatchedEncoder):
@@ -225,7 +218,6 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
 
     worker_type = ResidualWorker
     reader_type = ResidualReader
-    workload_type = EncodedMore
     crash_s = 0.3
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

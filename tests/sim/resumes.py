@@ -22,12 +22,10 @@ from paramserve.core.coordination import CoordinatorEvent, Decided, FilesWorked,
 from paramserve.messages import BeginCheckpoint, CutTaken
 from paramserve.testing import Faults, Scenario, Violation
 from paramserve.testing.checkers import SHOWN_MAX, part_name, samples_are_used
-from paramserve.testing.counting import Counting
 from paramserve.testing.disk import SECTOR_BYTES, Disk, Fail, Image
 from paramserve.testing.history import Call, History, Part
-from paramserve.testing.mixed import MixedClient, MixedCounting, MixedWorker, SimulatedMixed
-from paramserve.testing.row_counting import KEYS, NAME, RowCounting, RowKey, SimulatedTables
-from paramserve.testing.scripts import LeasingWorker
+from paramserve.testing.row_counting import KEYS, RowKey, table, table_beside_tensors
+from paramserve.testing.scripts import LeasingWorker, ScriptedClient, SimulatedWorker
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
 from paramserve.testing.simulated import RESTART_S, SimulatedCluster
 
@@ -53,21 +51,6 @@ MORE = 4
 """Writers that come after everything was lost, besides those that may come in every run."""
 
 
-class CountingMore(Counting):
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers + MORE)
-
-
-class RowsMore(RowCounting):
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers + MORE)
-
-
-class MixedMore(MixedCounting):
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers + MORE)
-
-
 class SimulatedResumes(SimulatedCluster):
     """A simulated cluster that writes checkpoints all the time, is lost once, and goes on.
 
@@ -78,8 +61,7 @@ class SimulatedResumes(SimulatedCluster):
         ahead: (group, rank) where a step of a rank was in the values, of a call that was not over.
     """
 
-    workload_type: type[Counting] = CountingMore
-
+    writers_more = MORE
     was_buffered = False
     same_servers = False
     """Whether it goes on with as many servers."""
@@ -200,7 +182,7 @@ class SimulatedResumes(SimulatedCluster):
         for server in self.servers:
             for _, block in sorted(server.shard.blocks.items()):
                 shards = self.scenario.servers
-                for number, row in self.workload.parts(block, server.number, shards):
+                for number, row in self.workload.of(block.spec).rows(block, server.number, shards):
                     yield (block.spec.group_name, Part(number, server.number)), row.pushes
 
     @property
@@ -296,19 +278,13 @@ class SimulatedResumes(SimulatedCluster):
         )
 
 
-class SimulatedTableResumes(SimulatedResumes, SimulatedTables):
-    """As `SimulatedResumes`, with clients that train a table."""
-
-    workload_type = RowsMore
-
-
-class SimulatedMixedResumes(SimulatedResumes, SimulatedMixed):
-    """As `SimulatedResumes`, with clients that train tensors and a table in one call."""
-
-    workload_type = MixedMore
+def all_of(client: ScriptedClient) -> list[Any]:
+    """All tensors, and all keys of the table."""
+    dense = [each for each in client.blocks.values() if each.table is None]
+    return [*dense, *(RowKey(number) for number in range(KEYS.size))]
 
 
-class BatchWorker(MixedWorker):
+class BatchWorker(SimulatedWorker):
     """Steps tensors and all rows in one call for each batch of its rank, as a training function
     does: it goes on with the batch of its clock."""
 
@@ -316,10 +292,7 @@ class BatchWorker(MixedWorker):
         super().__init__(cluster, writer, rank)
         self._made = 0
 
-    @property
-    def every(self) -> list[Any]:
-        dense = [each for each in self.blocks.values() if each.table is None]
-        return [*dense, *(RowKey(number) for number in range(KEYS.size))]
+    every = property(all_of)
 
     def next(self) -> bool:
         if self.left <= 0:
@@ -327,7 +300,7 @@ class BatchWorker(MixedWorker):
         self.left -= 1
         batch, every = self._began_at + self._made, self.every
         pull = every if self.cluster.random.random() < 0.7 else []
-        groups = (MixedCounting.group, NAME)
+        groups = self.workload.groups
         samples = batch, batch + 1
         sent = self.step(every, pull, tick=True, samples=samples, groups=groups, then=self.answered)
         self._made += sent
@@ -335,13 +308,13 @@ class BatchWorker(MixedWorker):
 
     @property
     def _began_at(self) -> int:
-        return self.steps.resumed.get(MixedCounting.group, 0)
+        return self.steps.resumed.get(self.workload.group, 0)
 
 
-class SimulatedBatchResumes(SimulatedMixedResumes):
-    """As `SimulatedMixedResumes`, with workers that make a batch again if a part of it is lost."""
+class SimulatedBatchResumes(SimulatedResumes):
+    """As `SimulatedResumes`, with workers that make a batch again if a part of it is lost."""
 
-    groups_type = BatchWorker
+    worker_type = BatchWorker
 
     def check(self) -> None:
         """Require besides that each batch is in the tensors and in the table once. A rank that was
@@ -378,19 +351,19 @@ class SimulatedBatchResumes(SimulatedMixedResumes):
         return found
 
 
-class SampleWorker(MixedClient, LeasingWorker):
+class SampleWorker(LeasingWorker):
     """Steps tensors and all rows in one call with the samples that it draws by lease."""
 
-    every = BatchWorker.every
+    every = property(all_of)
 
     def step(self, push: Sequence[Any] = (), pull: Sequence[Any] = (), **options: Any) -> bool:
-        return super().step(push, pull, **{"groups": (MixedCounting.group, NAME), **options})
+        return super().step(push, pull, **{"groups": self.workload.groups, **options})
 
 
-class SimulatedSampleResumes(SimulatedMixedResumes):
+class SimulatedSampleResumes(SimulatedResumes):
     """As `SimulatedBatchResumes`, with samples that the workers share by lease."""
 
-    groups_type = SampleWorker
+    worker_type = SampleWorker
 
     def check(self) -> None:
         """Require besides that each sample is in the tensors and in the table once; in the table
@@ -419,6 +392,7 @@ class SimulatedSampleResumes(SimulatedMixedResumes):
 
 BATCHES: dict[str, Any] = {
     "kind": SimulatedBatchResumes,
+    "workload": table_beside_tensors,
     "consistency": Sync("sum"),
     "second": Async(),
     "workers": 4,
@@ -437,9 +411,9 @@ CASES: dict[str, dict[str, Any]] = {
     "buffered, then bounded": {"consistency": POLICIES["buffered"], "then": BoundedStaleness(2)},
     "two groups": {"consistency": Sync("sum"), "second": Async()},
     "collectives": {"consistency": Sync("sum"), "collectives": True},
-    "table": {"kind": SimulatedTableResumes, "consistency": Sync("sum")},
+    "table": {"workload": table, "consistency": Sync("sum")},
     "table beside tensors": {
-        "kind": SimulatedMixedResumes,
+        "workload": table_beside_tensors,
         "consistency": Async(),
         "second": Async(),
     },

@@ -22,12 +22,13 @@ from tests.sim.policies import OWN_STEPS, POLICIES, TABLE_POLICIES
 from tests.sim.resumes import CASES, resumed
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
+from paramserve.testing.counting import counting
 from paramserve.testing.encoded import SimulatedEncoded
-from paramserve.testing.encoded_rows import SimulatedEncodedTables
+from paramserve.testing.encoded_rows import encoded_table
 from paramserve.testing.halves import SimulatedHalves
 from paramserve.testing.local_steps import SimulatedLocalSteps
-from paramserve.testing.mixed import SimulatedMixed
-from paramserve.testing.row_counting import SimulatedTables
+from paramserve.testing.row_counting import table, table_beside_tensors
+from paramserve.testing.workload import Composed
 
 CHUNK = 20
 """Seeds that a process takes at a time."""
@@ -69,15 +70,20 @@ OTHERS: dict[str, type[SimulatedCluster]] = {
 }
 
 
-def kind_of(tables: bool, second: str, encoded: bool, other: str) -> type[SimulatedCluster]:
-    """What is simulated: with a second group, the table is that."""
-    if other:
-        return OTHERS[other]
-    if encoded:
-        return SimulatedEncodedTables if tables else SimulatedEncoded
-    if not tables:
-        return SimulatedCluster
-    return SimulatedMixed if second else SimulatedTables
+def kind_of(chunk: Chunk) -> type[SimulatedCluster]:
+    """What is simulated."""
+    if chunk.other:
+        return OTHERS[chunk.other]
+    return SimulatedEncoded if chunk.encoded and not chunk.tables else SimulatedCluster
+
+
+def workload_of(chunk: Chunk) -> Composed:
+    """What the clients train: with a second group, the table is that."""
+    if not chunk.tables:
+        return counting
+    if chunk.encoded:
+        return encoded_table
+    return table_beside_tensors if chunk.second else table
 
 
 def run(chunk: Chunk | Lost) -> tuple[int, int, str]:
@@ -99,7 +105,7 @@ def run_lost(chunk: Lost) -> tuple[int, int, str]:
 
 
 def run_policy(chunk: Chunk) -> tuple[int, int, str]:
-    kind = kind_of(chunk.tables, chunk.second, chunk.encoded, chunk.other)
+    kind = kind_of(chunk)
     policies = OWN_STEPS if kind is SimulatedLocalSteps else POLICIES
     name, first = chunk.policy, chunk.first
     events = 0
@@ -109,6 +115,7 @@ def run_policy(chunk: Chunk) -> tuple[int, int, str]:
             workers=chunk.workers,
             consistency=policies[name],
             slow_readers=chunk.slow_readers,
+            workload=workload_of(chunk),
         )
         if policies is OWN_STEPS:
             scenario = replace(scenario, others=())

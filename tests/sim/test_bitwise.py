@@ -10,7 +10,19 @@ from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
 from paramserve.messages import BlockSpec, Piece
 from paramserve.rules import SGD, Adam, Array, PushInfo, Rule, Run
-from paramserve.testing import Call, Counting, Faults, Pushed, Row, Scenario, SimulatedCluster
+from paramserve.rules.compiled import compiled
+from paramserve.testing import (
+    Call,
+    Counting,
+    Faults,
+    Parameters,
+    Pushed,
+    Scenario,
+    Setting,
+    SimulatedCluster,
+    Workload,
+)
+from paramserve.testing.counting import wide
 from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
 
 WORKERS, STEPS = 3, 8
@@ -25,17 +37,25 @@ def gradient(block: Block, rank: int, clock: int) -> Array:
     return (random.standard_normal(block.size) * scale).astype(np.float32)
 
 
-class RandomGradients(Counting):
-    dtype = np.dtype(np.float32)
+class RandomGradients(Parameters):
+    """Tensors as those of `Counting`, one of them on all shards."""
+
+    every, add = Counting.every, Counting.add
+
+    def __init__(self, writers: int, rule: Rule) -> None:
+        split = {"wide": (Piece("wide", wide(writers, self.dtype)),)}
+        self.blocks = {**Counting(writers).blocks, **split}
+        self.rule = rule
+
+    def prepare(self) -> None:
+        compiled().prepare(self.dtype)
+        self.rule.prepare(self.dtype)
 
     def start(self, slot: Array, block: Block) -> None:
         slot[:] = np.random.default_rng(block.id).standard_normal(block.size)
 
     def fill(self, slot: Array, block: Block, push: Pushed) -> None:
         slot[:] = gradient(block, push.rank, push.clock)
-
-    def read(self, values: Array, low: int) -> Row:
-        return Row((), ())
 
 
 class Steady(SimulatedWorker):
@@ -64,11 +84,19 @@ class Quiet(SimulatedReader):
 
 def simulated(seed: int, rule: Rule, policy: Sync, servers: int) -> dict[int, Array]:
     """Final values of each block, after a run on a cluster."""
-    workload = type("Workload", (RandomGradients,), {"rule": rule})
-    parts = {"workload_type": workload, "worker_type": Steady, "reader_type": Quiet}
+
+    def workload(setting: Setting) -> Workload:
+        return Workload(RandomGradients(setting.writers, rule))
+
+    parts = {"worker_type": Steady, "reader_type": Quiet}
     kind: type[SimulatedCluster] = type("Steadily", (SimulatedCluster,), parts)
     scenario = Scenario(
-        servers=servers, workers=WORKERS, steps=STEPS, consistency=policy, faults=LOSSY
+        servers=servers,
+        workers=WORKERS,
+        steps=STEPS,
+        consistency=policy,
+        faults=LOSSY,
+        workload=workload,
     )
     cluster = kind(seed, scenario)
     cluster.run()
@@ -107,8 +135,7 @@ def test_sync_run_equals_one_process_bit_for_bit(
     seed: int, servers: int, rule: Rule, policy: Sync
 ) -> None:
     values = simulated(seed, rule, policy, servers)
-    layout = RandomGradients(WORKERS + 5)
-    assert len(values) == len(layout.blocks)
+    assert len(values) == len(Counting(WORKERS).blocks)
     for number, value in values.items():
         block = simulated_block(number, value.size)
         expected = one_process(block, rule, policy.reduce == "mean")

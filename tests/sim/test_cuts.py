@@ -17,12 +17,8 @@ from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
 from paramserve.messages import Commit, CutAt, CutTo
 from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.cuts import (
-    SimulatedCuts,
-    SimulatedMixedCuts,
-    SimulatedTableCuts,
-    replay,
-)
+from paramserve.testing.cuts import SimulatedCuts, replay
+from paramserve.testing.row_counting import table, table_beside_tensors
 from paramserve.testing.simulated import rerun
 from paramserve.testing.visitors import SimulatedVisits
 
@@ -44,10 +40,9 @@ def test_seeds_with_cuts_keep_every_invariant(policy: str) -> None:
 def test_seeds_of_tables_with_cuts_keep_every_invariant(policy: str) -> None:
     for seed in range(SEEDS // 2):
         together = POLICIES[policy].collects
-        for kind in (SimulatedTableCuts, SimulatedMixedCuts):
-            second = Async() if kind is SimulatedMixedCuts else None
+        for workload, second in ((table, None), (table_beside_tensors, Async())):
             options = {"second": second, "others": (), "restarts": False if together else None}
-            rerun(kind, seed, None, consistency=POLICIES[policy], **options)
+            replay(seed, workload=workload, consistency=POLICIES[policy], **options)
 
 
 def test_seeds_of_leases_with_cuts_have_the_marks_of_the_same_steps() -> None:
@@ -84,7 +79,8 @@ def test_many_seeds_of_tables_beside_tensors_keep_every_invariant(policy: str) -
     for seed in range(SEEDS, MANY):
         options = {"second": POLICIES[policy], "others": ()}
         options["restarts"] = False if together else None
-        rerun(SimulatedMixedCuts, seed, None, consistency=POLICIES[policy], **options)
+        options["workload"] = table_beside_tensors
+        replay(seed, consistency=POLICIES[policy], **options)
 
 
 def test_cuts_are_taken_while_clients_push() -> None:
@@ -218,7 +214,11 @@ def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         (a_push_between_report_and_cut, SimulatedCuts, {"consistency": Async()}),
         (a_copy_after_the_first_write, SimulatedCuts, {"consistency": Async()}),
         (a_copy_after_the_first_write, SimulatedCuts, {}),
-        (a_row_copied_after_its_first_write, SimulatedTableCuts, {"consistency": Async()}),
+        (
+            a_row_copied_after_its_first_write,
+            SimulatedCuts,
+            {"consistency": Async(), "workload": table},
+        ),
         (marks_of_after_the_cut, SimulatedCuts, {"consistency": Async(), "samples": 60}),
         (clients_evicted_by_each_shard_alone, SimulatedVisits, VISITS),
         (client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard, SimulatedVisits, VISITS),

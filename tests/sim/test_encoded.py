@@ -46,7 +46,7 @@ def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
         cluster = SimulatedEncoded(seed, scenario)
         cluster.run()
         cluster.check()
-        kinds |= {type(each) for each in cluster.workload.codecs.values()}  # type: ignore[attr-defined]
+        kinds |= {type(each) for each in cluster._encoding.codecs.values()}
         for client in cluster.clients:
             assert isinstance(client, EncodedClient)
             if client.encoder is not None:

@@ -20,8 +20,8 @@ from paramserve.consistency.built_in import Async
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.encoded import RowCodecs
 from paramserve.core.table.parts import RowGradient
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.encoded_rows import SimulatedEncodedTables, replay
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve.testing.encoded_rows import encoded_table
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.02, kill=0.01)
@@ -29,18 +29,25 @@ FOUND_WITHIN = 5
 """Seeds after which a planted bug has been found; all showed at seed 0."""
 
 
+def simulated(seed: int, policy: Policy) -> SimulatedCluster:
+    scenario = Scenario(consistency=policy, faults=FAULTS, links="tcp", workload=encoded_table)
+    return SimulatedCluster(seed, scenario)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeds_of_an_encoded_table_keep_every_invariant(policy: str) -> None:
     for seed in range(2):
         links: Any = "tcp" if seed % 2 else "mixed"
-        replay(seed, consistency=POLICIES[policy], servers=1 + seed, links=links)
+        policy_of = POLICIES[policy]
+        replay(seed, workload=encoded_table, consistency=policy_of, servers=1 + seed, links=links)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_more_seeds_of_an_encoded_table_keep_every_invariant(policy: str) -> None:
     for seed in range(2, 40):
-        replay(seed, consistency=POLICIES[policy], servers=1 + seed % 3)
+        policy_of = POLICIES[policy]
+        replay(seed, workload=encoded_table, consistency=policy_of, servers=1 + seed % 3)
 
 
 def test_seeds_of_an_encoded_table_have_what_is_judged() -> None:
@@ -48,14 +55,13 @@ def test_seeds_of_an_encoded_table_have_what_is_judged() -> None:
     seen: Counter[str] = Counter()
     kinds: set[type[Codec]] = set()
     for seed in range(5):
-        scenario = Scenario(consistency=POLICIES["async-drop"], faults=FAULTS, links="tcp")
-        cluster = SimulatedEncodedTables(seed, scenario)
+        cluster = simulated(seed, POLICIES["async-drop"])
         history = cluster.run()
         cluster.check()
-        workload: Any = cluster.workload
-        kinds.add(type(workload.push))
+        form = cluster.workload.parameters[0].form
+        kinds.add(type(form.push))
         seen["killed"] += sum(client.dead for client in cluster.clients)
-        seen["reads of rounded rows"] += workload.reads_tell and sum(
+        seen["reads of rounded rows"] += form.reads_tell and sum(
             len(call.reads) for call in history.calls
         )
         for call in history.calls:
@@ -139,14 +145,13 @@ def test_planted_bug_of_an_encoded_table_is_found(
 ) -> None:
     plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        scenario = Scenario(consistency=Async(), faults=FAULTS, links="tcp")
-        cluster = SimulatedEncodedTables(seed, scenario)
+        cluster = simulated(seed, Async())
         try:
             cluster.run()
             cluster.check()
         except Violation as violation:
             first, *lines = str(violation).splitlines()
             found = {line.split(":")[0].strip() for line in lines}
-            if checkers & found and f"encoded_rows.replay(seed={seed}" in first:
+            if checkers & found and f"replay(seed={seed}," in first and "encoded_table" in first:
                 return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -14,8 +14,8 @@ from paramserve.client.step_parts import StepParts
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.messages import ShardRequest
-from paramserve.testing import Scenario, Violation
-from paramserve.testing.mixed import SimulatedMixed, replay
+from paramserve.testing import Scenario, SimulatedCluster, Violation, replay
+from paramserve.testing.row_counting import table_beside_tensors
 
 SEEDS = 4
 FOUND_WITHIN = 60
@@ -38,6 +38,7 @@ def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, tabl
     for seed in range(SEEDS):
         replay(
             seed,
+            workload=table_beside_tensors,
             consistency=POLICIES[tensors],
             second=TABLE_POLICIES[table],
             others=(),
@@ -50,16 +51,22 @@ def test_seeds_where_a_clock_of_the_second_group_was_decided_without_one_who_joi
     seed: int,
 ) -> None:
     # On one shard its step was left out of that clock, on the other it was taken for the next one.
-    backup, every = POLICIES["sync-backup"], POLICIES["sync"]
-    replay(seed, consistency=backup, second=every, others=(), restarts=False)
+    replay(
+        seed,
+        workload=table_beside_tensors,
+        consistency=POLICIES["sync-backup"],
+        second=POLICIES["sync"],
+        others=(),
+        restarts=False,
+    )
 
 
 def test_seeds_of_a_table_beside_tensors_send_both_in_one_frame() -> None:
     seen: Counter[str] = Counter()
     for seed in range(2):
         lines: list[str] = []
-        scenario = Scenario(second=Async(), others=(), links="tcp")
-        cluster = SimulatedMixed(seed, scenario, lines.append)
+        scenario = Scenario(second=Async(), others=(), links="tcp", workload=table_beside_tensors)
+        cluster = SimulatedCluster(seed, scenario, lines.append)
         cluster.run()
         cluster.check()
         seen["together"] += sum("-> ['batch'" in line for line in lines)
@@ -107,8 +114,14 @@ def test_bug_of_a_table_beside_tensors_is_found(
 ) -> None:
     plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        scenario = Scenario(consistency=policy, second=policy, others=(), restarts=False)
-        cluster = SimulatedMixed(seed, scenario)
+        scenario = Scenario(
+            consistency=policy,
+            second=policy,
+            others=(),
+            restarts=False,
+            workload=table_beside_tensors,
+        )
+        cluster = SimulatedCluster(seed, scenario)
         try:
             cluster.run()
             cluster.check()

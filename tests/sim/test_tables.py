@@ -27,34 +27,44 @@ from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.core.table.parts import RowGradient
 from paramserve.core.table.store import Purpose, RowStore, Taken
-from paramserve.messages import Delete, TableSpec
+from paramserve.messages import Delete
 from paramserve.rules.compiled import compiled
 from paramserve.rules.custom import CustomRule
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, row_counting
+from paramserve.testing import (
+    Faults,
+    Scenario,
+    Setting,
+    SimulatedCluster,
+    Violation,
+    Workload,
+    replay,
+    row_counting,
+)
 from paramserve.testing.history import Row
-from paramserve.testing.row_counting import KEYS, RowCounting, SimulatedTables, replay
+from paramserve.testing.row_counting import KEYS, CountingRows, Rows, table
 
 SEEDS = 6
 FOUND_WITHIN = 60
 """Seeds after which a planted bug has been found."""
 STEPS = 20
 """Of each client there."""
-Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
+Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("policy", TABLE_POLICIES)
 def test_seeds_of_a_table_keep_every_invariant(policy: str, servers: int) -> None:
     for seed in range(SEEDS):
-        replay(seed, servers=servers, consistency=TABLE_POLICIES[policy])
+        replay(seed, workload=table, servers=servers, consistency=TABLE_POLICIES[policy])
 
 
 @pytest.mark.parametrize("policy", TABLE_POLICIES)
 def test_seeds_of_a_table_whose_rows_are_deleted_keep_every_invariant(policy: str) -> None:
     deleted = 0
     for seed in range(SEEDS):
-        scenario = Scenario(consistency=TABLE_POLICIES[policy], deletes=True)
-        cluster = SimulatedTables(seed, scenario)
+        policy_of = TABLE_POLICIES[policy]
+        scenario = Scenario(consistency=policy_of, deletes=True, workload=table)
+        cluster = SimulatedCluster(seed, scenario)
         history = cluster.run()
         cluster.check()
         for part, row in history.final.items():
@@ -68,13 +78,14 @@ def test_seeds_of_a_table_whose_rows_are_deleted_keep_every_invariant(policy: st
 def test_seeds_of_a_table_over_one_kind_of_link_keep_every_invariant(links: Any) -> None:
     for seed in range(4):
         for policy in (Sync(reduce="sum"), Async()):
-            replay(seed, consistency=policy, links=links, outstanding=3, restarts=True)
+            options = {"links": links, "outstanding": 3, "restarts": True}
+            replay(seed, workload=table, consistency=policy, **options)
 
 
 def test_seed_of_a_table_runs_the_same_again() -> None:
     traces = []
     for _ in range(2):
-        cluster = SimulatedTables(3, Scenario(consistency=Async()))
+        cluster = SimulatedCluster(3, Scenario(consistency=Async(), workload=table))
         cluster.run()
         traces.append(cluster.trace())
     assert traces[0] == traces[1]
@@ -83,7 +94,8 @@ def test_seed_of_a_table_runs_the_same_again() -> None:
 def test_seeds_of_a_table_meet_faults_and_all_keys_on_all_shards() -> None:
     seen: Counter[str] = Counter()
     for seed in range(20):
-        cluster = SimulatedTables(seed, Scenario(servers=3, consistency=Async()))
+        scenario = Scenario(servers=3, consistency=Async(), workload=table)
+        cluster = SimulatedCluster(seed, scenario)
         history = cluster.run()
         seen["killed"] += sum(client.dead for client in cluster.clients)
         seen["unanswered"] += sum(call.answered is None for call in history.calls)
@@ -101,7 +113,8 @@ def test_seeds_of_a_table_meet_faults_and_all_keys_on_all_shards() -> None:
 
 
 def test_without_faults_every_push_of_rows_is_acknowledged() -> None:
-    cluster = SimulatedTables(0, Scenario(consistency=Async(), faults=Faults()))
+    scenario = Scenario(consistency=Async(), faults=Faults(), workload=table)
+    cluster = SimulatedCluster(0, scenario)
     history = cluster.run()
     cluster.check()
     pushes = [call for call in history.calls if call.push is not None and not call.spoiled]
@@ -112,17 +125,15 @@ def test_without_faults_every_push_of_rows_is_acknowledged() -> None:
 # --- bugs that a table could have ---------------------------------------------------------------
 
 
-def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def sent_twice_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_sessions.no_duplicate_filter(monkeypatch)
-    return SimulatedTables
 
 
-def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_sessions.slot_freed_on_timeout(monkeypatch)
-    return SimulatedTables
 
 
-def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what has come to its keys since."""
     repeat = Shard._repeat
 
@@ -133,10 +144,9 @@ def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
         repeat(shard, session, request)
 
     monkeypatch.setattr(Shard, "_repeat", again)
-    return SimulatedTables
 
 
-def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is executed at once, and not behind the held requests of its client."""
     requested = Shard._requested
 
@@ -151,10 +161,9 @@ def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> type[S
             requested(shard, event)
 
     monkeypatch.setattr(Shard, "_requested", at_once)
-    return SimulatedTables
 
 
-def delete_leaves_a_row(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def delete_leaves_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of its keys."""
     remove = RowStore.delete
 
@@ -162,12 +171,11 @@ def delete_leaves_a_row(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
         return remove(store, keys[:-1], clock)
 
     monkeypatch.setattr(RowStore, "delete", all_but_one)
-    return SimulatedTables
 
 
 def clock_forgets_keys_that_only_later_workers_have(
     monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedCluster]:
+) -> None:
     sum_of = KeyedBlock.total
 
     def total(block: KeyedBlock, weighted: Sequence[Any]) -> RowGradient:
@@ -176,10 +184,9 @@ def clock_forgets_keys_that_only_later_workers_have(
         return RowGradient(keys[first], values[first])
 
     monkeypatch.setattr(KeyedBlock, "total", total)
-    return SimulatedTables
 
 
-def equal_keys_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def equal_keys_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of several workers' gradients of one key counts."""
 
     def summed(keys: np.ndarray, values: np.ndarray) -> RowGradient:
@@ -189,12 +196,11 @@ def equal_keys_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> type[Simulated
         return RowGradient(found, out)
 
     monkeypatch.setattr(routing, "summed", summed)
-    return SimulatedTables
 
 
 def rows_are_read_to_the_places_of_others(
     monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedCluster]:
+) -> None:
     read = KeyedBlock._keys
 
     def turned(block: KeyedBlock, *args: Any) -> tuple[np.ndarray, np.ndarray | None]:
@@ -202,49 +208,47 @@ def rows_are_read_to_the_places_of_others(
         return keys[::-1].copy(), places
 
     monkeypatch.setattr(KeyedBlock, "_keys", turned)
-    return SimulatedTables
 
 
-class BoundedCounting(RowCounting):
+class BoundedRows(Rows):
     """Of a table whose rows come with gradients only: there a row holds pushes, or there is none.
     It never has more rows than it may."""
 
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers)
-        options = TableOptions(Zeros(), evict=LRU(64))
-        self.table = TableSpec(self.dim, "float32", 0, options.to_spec())
-
-    def parts(
+    def rows(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, Row]]:
         assert isinstance(block, KeyedBlock)
         found = []
-        for n, row in super().parts(block, shard, shards):
+        for n, row in super().rows(block, shard, shards):
             taken = block.store.take(KEYS[n : n + 1], block.clock, Purpose.READ)
             there = int(taken.rows[0]) >= 0
             found.append((n, row._replace(sound=row.sound and there == (sum(row.counts) > 0))))
         return found
 
 
-class BoundedTables(SimulatedTables):
-    workload_type = BoundedCounting
+def bounded_table(setting: Setting) -> Workload:
+    options = TableOptions(Zeros(), evict=LRU(64))
+    return Workload(BoundedRows(CountingRows(setting.writers), options))
 
 
-BOUNDED: dict[str, Any] = {"servers": 3, "workers": 2, "others": (), "steps": 2}
+BOUNDED: dict[str, Any] = {
+    "servers": 3,
+    "workers": 2,
+    "others": (),
+    "steps": 2,
+    "workload": bounded_table,
+}
 
 
-def bounded(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def calls_take_some_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, each to some of the keys: a key may be in a refused clock only."""
     monkeypatch.setattr(row_counting, "SOME", 1.0)
-    return BoundedTables
 
 
 def test_seeds_of_a_bounded_table_keep_every_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounded(monkeypatch)
+    calls_take_some_keys(monkeypatch)
     for seed in range(10):
-        cluster = BoundedTables(seed, Scenario(consistency=Sync(reduce="sum"), **BOUNDED))
-        cluster.run()
-        cluster.check()
+        replay(seed, consistency=Sync(reduce="sum"), **BOUNDED)
 
 
 @dataclass(frozen=True)
@@ -259,43 +263,44 @@ class Picky(CustomRule):
         value += gradient
 
 
-class PickyCounting(RowCounting):
+class PickyRows(Rows):
     rule = Picky()
 
 
-class PickyTables(SimulatedTables):
-    workload_type = PickyCounting
-    rules: ClassVar[Any] = {Picky.name: Picky}
+def picky_table(setting: Setting) -> Workload:
+    return Workload(PickyRows(CountingRows(setting.writers)))
 
 
-PICKY: dict[str, Any] = {"servers": 3, "workers": 2, "others": (), "steps": STEPS, "deletes": True}
+PICKY: dict[str, Any] = {
+    "servers": 3,
+    "workers": 2,
+    "others": (),
+    "steps": STEPS,
+    "deletes": True,
+    "workload": picky_table,
+}
 
 
 def test_seeds_of_a_rule_that_fails_at_rows_deleted_meanwhile_keep_every_invariant() -> None:
     refused = 0
     for seed in range(10):
-        cluster = PickyTables(seed, Scenario(consistency=Sync(reduce="sum"), **PICKY))
-        history = cluster.run()
-        cluster.check()
+        history = replay(seed, consistency=Sync(reduce="sum"), **PICKY).history
         failed = [call for call in history.calls if call.error == "RuleFailed"]
         assert all(call.applied == "no" for call in failed)
         refused += len(failed)
     assert refused > 10, "else this tests nothing"
 
 
-def rule_runs_again_where_rows_were_deleted_under_vote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedCluster]:
+def rule_runs_again_where_rows_were_deleted_under_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was computed for the clock is dropped."""
 
     def dropped(state: GroupState, block: Any) -> None:
         state.collect.prepared = None
 
     monkeypatch.setattr(replies, "_under_vote", dropped)
-    return PickyTables
 
 
-def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is prepared for a clock has its rows from then on, whether it is decided or refused."""
     take = RowStore.take
 
@@ -306,17 +311,16 @@ def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
         return drafted
 
     monkeypatch.setattr(RowStore, "take", taken)
-    return bounded(monkeypatch)
+    calls_take_some_keys(monkeypatch)
 
 
 def nan_is_looked_for_in_the_first_row_only(
     monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedCluster]:
+) -> None:
     def largest(block: KeyedBlock, gradient: RowGradient, *args: object) -> float:
         return float(compiled().largest(gradient.values[:1].reshape(-1)))
 
     monkeypatch.setattr(KeyedBlock, "largest", largest)
-    return SimulatedTables
 
 
 @pytest.mark.parametrize(
@@ -338,17 +342,18 @@ def nan_is_looked_for_in_the_first_row_only(
 def test_bug_of_a_table_is_found(
     plant: Plant, policy: Policy, checkers: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, deletes = plant(monkeypatch), "delete" in plant.__name__
+    plant(monkeypatch)
+    own = {draft_makes_rows: BOUNDED, rule_runs_again_where_rows_were_deleted_under_vote: PICKY}
+    plain = {"steps": STEPS, "deletes": "delete" in plant.__name__, "workload": table}
+    options = own.get(plant, plain)
     for seed in range(FOUND_WITHIN):
-        own = {BoundedTables: BOUNDED, PickyTables: PICKY}
-        options = own.get(kind, {"steps": STEPS, "deletes": deletes})
-        cluster = kind(seed, Scenario(consistency=policy, **options))
+        cluster = SimulatedCluster(seed, Scenario(consistency=policy, **options))
         try:
             cluster.run()
             cluster.check()
         except Violation as violation:
             first, *lines = str(violation).splitlines()
             found = {line.split(":")[0].strip() for line in lines}
-            if checkers & found and f"row_counting.replay(seed={seed}" in first:
+            if checkers & found and f"replay(seed={seed}," in first and "table" in first:
                 return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from tests.sim.twins import Differs, SimulatedTableTwins, SimulatedTwins
+from tests.sim.twins import Differs, SimulatedTwins
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
@@ -18,7 +18,8 @@ from paramserve.core.cut_state import GroupRecord, SessionRecord
 from paramserve.core.table.cut import RowsCopy
 from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
 from paramserve.core.table.store import RowStore
-from paramserve.testing import Faults, Scenario, SimulatedCluster
+from paramserve.testing import Faults, Scenario, Setting, Workload
+from paramserve.testing.row_counting import CountingRows, Rows
 
 SEEDS = 3
 FOUND_WITHIN = 60
@@ -32,14 +33,15 @@ TABLES = {
 }
 
 
-def twins_of_tables(options: str) -> type[SimulatedCluster]:
-    return type("Tables", (SimulatedTableTwins,), {"options": TABLES[options]})
+def table(name: str) -> Callable[[Setting], Workload]:
+    """A table with these options."""
+    return lambda setting: Workload(Rows(CountingRows(setting.writers), TABLES[name]))
 
 
-def compared(kind: type[SimulatedCluster], policy: Policy, seed: int, **options: Any) -> int:
+def compared(policy: Policy, seed: int, **options: Any) -> int:
     """Events that twins were compared at."""
     options.setdefault("others", ())
-    cluster = kind(seed, Scenario(consistency=policy, **options))
+    cluster = SimulatedTwins(seed, Scenario(consistency=policy, **options))
     cluster.run()
     return sum(getattr(server.shard, "compared", 0) for server in cluster.servers)
 
@@ -50,21 +52,21 @@ def compared(kind: type[SimulatedCluster], policy: Policy, seed: int, **options:
     ids=["async", "sync", "bounded", "buffered"],
 )
 def test_restored_shard_goes_on_as_the_original(policy: Policy) -> None:
-    assert sum(compared(SimulatedTwins, policy, seed) for seed in range(SEEDS)) > 100
+    assert sum(compared(policy, seed) for seed in range(SEEDS)) > 100
 
 
 @pytest.mark.parametrize("options", TABLES)
 @pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
 def test_restored_table_goes_on_as_the_original(options: str, policy: Policy) -> None:
-    kind = twins_of_tables(options)
-    assert sum(compared(kind, policy, seed) for seed in range(SEEDS)) > 100
+    workload = table(options)
+    assert sum(compared(policy, seed, workload=workload) for seed in range(SEEDS)) > 100
 
 
 def test_restored_shard_knows_the_changes_of_policy_and_the_leases() -> None:
     others = (Sync(reduce="sum"), Async())
     changes = Faults(slow=0.1, change=0.05)
-    found = [compared(SimulatedTwins, Async(), s, faults=changes, others=others) for s in range(6)]
-    found += [compared(SimulatedTwins, Async(), seed, samples=60) for seed in range(3)]
+    found = [compared(Async(), s, faults=changes, others=others) for s in range(6)]
+    found += [compared(Async(), seed, samples=60) for seed in range(3)]
     assert min(sum(found[:6]), sum(found[6:])) > 100
 
 
@@ -118,26 +120,25 @@ def admission_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_out", "kind", "options"),
+    ("left_out", "options"),
     [
-        (outcomes, SimulatedTwins, {"faults": FAULTS}),
-        (marks, SimulatedTwins, {"samples": 60}),
-        (order_of_use, twins_of_tables("lru"), {}),
-        (last_use, twins_of_tables("ttl"), {}),
-        (deletions, twins_of_tables("ttl"), {}),
-        (admission_counts, twins_of_tables("admit"), {}),
+        (outcomes, {"faults": FAULTS}),
+        (marks, {"samples": 60}),
+        (order_of_use, {"workload": table("lru")}),
+        (last_use, {"workload": table("ttl")}),
+        (deletions, {"workload": table("ttl")}),
+        (admission_counts, {"workload": table("admit")}),
     ],
 )
 def test_what_a_cut_lacks_shows(
     left_out: Callable[[pytest.MonkeyPatch], None],
-    kind: type[SimulatedCluster],
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left_out(monkeypatch)
     for seed in range(FOUND_WITHIN):
         try:
-            compared(kind, Async(), seed, **options)
+            compared(Async(), seed, **options)
         except Differs:
             return
     pytest.fail(f"a cut without {left_out.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -18,12 +18,9 @@ from paramserve.core.cut_parts import ShardCut
 from paramserve.core.events import ClientHere, Effects, Event
 from paramserve.core.restoring import restore
 from paramserve.core.shard import Shard
-from paramserve.core.table.options import TableOptions
 from paramserve.core.table.store import clocks_of
 from paramserve.messages import CutAsk, GroupReport
-from paramserve.rules.rows import row_layout
 from paramserve.testing import SimulatedCluster
-from paramserve.testing.row_counting import RowCounting, SimulatedTables
 from paramserve.testing.simulated import RESEND_S
 
 RATE = 0.2
@@ -161,19 +158,3 @@ def compare(effects: Effects, twin: Effects) -> None:
 
 class SimulatedTwins(SimulatedCluster):
     shard_type = ShardWithTwin
-
-
-class SimulatedTableTwins(SimulatedTables):
-    """Tables whose options the test says."""
-
-    shard_type = ShardWithTwin
-    options: TableOptions
-
-    def _new_workload(self) -> Any:
-        workload: Any = super()._new_workload()
-        assert isinstance(workload, RowCounting)
-        workload.table = type(workload.table)(
-            workload.dim, workload.table.dtype, workload.table.seed, self.options.to_spec()
-        )
-        assert row_layout(workload.rule, workload.dim, "float32")
-        return workload

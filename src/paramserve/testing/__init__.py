@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramserve.testing import checkers
 from paramserve.testing.checkers import Violation, check
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Call, History, Part, Row
 from paramserve.testing.nemesis import (
     ScriptedFault,
@@ -19,6 +19,7 @@ from paramserve.testing.nemesis import (
 from paramserve.testing.network import Faults
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.simulated import SimulatedCluster, replay
+from paramserve.testing.workload import Parameters, Pushed, Setting, Workload
 
 __all__ = [
     "SimulatedCluster",
@@ -33,6 +34,9 @@ __all__ = [
     "join",
     "leave",
     "set_policy",
+    "Workload",
+    "Parameters",
+    "Setting",
     "Counting",
     "Pushed",
     "History",

@@ -19,10 +19,10 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece, PlaceBlock
-from paramserve.testing.client import GroupStep
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Call, Part, Row
 from paramserve.testing.scripts import ScriptedClient
+from paramserve.testing.workload import GroupStep, Pushed
 
 Array = npt.NDArray[Any]
 
@@ -36,12 +36,14 @@ class BesideCounting(Counting):
 
     beside: Mapping[str, str]
 
-    def add(self, blocks: Mapping[str, tuple[Piece, ...]], beside: Mapping[str, str]) -> None:
+    def stand_beside(
+        self, blocks: Mapping[str, tuple[Piece, ...]], beside: Mapping[str, str]
+    ) -> None:
         """Have these blocks, too."""
         self.beside = beside
-        self.blocks |= blocks
+        self.blocks = {**self.blocks, **blocks}
 
-    def placing(self, name: str, placing: PlaceBlock) -> PlaceBlock:
+    def place(self, name: str, placing: PlaceBlock) -> PlaceBlock:
         """How a block beside a counting one is defined, from how that would be."""
         raise NotImplementedError
 
@@ -54,10 +56,10 @@ class BesideCounting(Counting):
         block had the pushes of `row`."""
         return []
 
-    def parts(
+    def rows(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, Row]]:
-        return [] if self.is_beside(block.spec.pieces) else super().parts(block, shard, shards)
+        return [] if self.is_beside(block.spec.pieces) else super().rows(block, shard, shards)
 
     def masks(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
@@ -88,12 +90,13 @@ class BesideClient(ScriptedClient):
 
     @property
     def _workload(self) -> BesideCounting:
-        assert isinstance(self.cluster.workload, BesideCounting)
-        return self.cluster.workload
+        (found,) = self.cluster.workload.parameters
+        assert isinstance(found, BesideCounting)
+        return found
 
     def _placing(self, name: str) -> PlaceBlock:
         placing = super()._placing(name)
-        return self._workload.placing(name, placing) if name in self._workload.beside else placing
+        return self._workload.place(name, placing) if name in self._workload.beside else placing
 
     def _with(self, chosen: Sequence[Block]) -> list[Block]:
         """The blocks that go with some counting ones."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import structs
 
-from paramserve.client.links import Slot
-from paramserve.client.step_parts import BlockPush, StepOptions, StepParts
+from paramserve.client.step_parts import StepOptions, StepParts
 from paramserve.client.steps import offset_of
 from paramserve.client.ticket import Outcome, Ticket
 from paramserve.consistency import registry as policies
@@ -23,38 +21,20 @@ from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenc
 from paramserve.messages import (
     CURRENT_CLOCK,
     Define,
+    Joined,
     JoinGroup,
     ShardRequest,
     Step,
     SuspendMembership,
 )
-from paramserve.testing.counting import Pushed
-from paramserve.testing.history import Call, Part
+from paramserve.testing.history import Call
 from paramserve.testing.process import ClientProcess
+from paramserve.testing.workload import GroupStep, Pushed, Workload
 
 if TYPE_CHECKING:
     from paramserve.testing.simulated import SimulatedCluster
 
 Answered = Callable[[Call, ParamServeError | None], None]
-
-
-class GroupStep(NamedTuple):
-    """What one step does with one group, of which the history is told when it is sent."""
-
-    what: str
-    """A step or a pull, as an error names it."""
-    group: str
-    push: Sequence[Any]
-    pull: Sequence[Any]
-    which: Pushed | None
-    """The push that its gradients are of; None: it has no gradients."""
-    options: StepOptions
-    spoiled: bool
-    """One element of the gradient, on one shard, is NaN."""
-    wrong: bool
-    """One shard refuses the step, whatever its gradient."""
-    samples: tuple[int, int] | None
-    """[start, stop) of those that its gradients come from."""
 
 
 class SimulatedClient(ClientProcess):
@@ -66,6 +46,8 @@ class SimulatedClient(ClientProcess):
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
+        self.left = cluster.scenario.steps
+        """Steps still to be begun."""
         self.blocks: dict[str, Block] = {}
         """Those that it knows, by name."""
         self._planned: dict[str, GroupStep] = {}
@@ -75,6 +57,21 @@ class SimulatedClient(ClientProcess):
         self._calls = 0
         self._pushes = Counter[str]()
         """By group, so far."""
+
+    @property
+    def workload(self) -> Workload:
+        """What it trains."""
+        return self.cluster.workload
+
+    @property
+    def every(self) -> list[Any]:
+        """All that it pushes to and reads, or some."""
+        return self.workload.every(self)
+
+    def _begin_steps(self, joined: Joined) -> None:
+        super()._begin_steps(joined)
+        for each in self.workload.parameters:
+            each.joined(self)
 
     @property
     def block(self) -> Block:
@@ -91,7 +88,7 @@ class SimulatedClient(ClientProcess):
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
-        slots = self._first_values(block)
+        slots = self.workload.of(block.spec).first_values(self, block)
         requests = [
             Define(0, block.spec, attempt, slots[0].arena, offset_of(block, slots[0], shard))
             if slots
@@ -109,12 +106,6 @@ class SimulatedClient(ClientProcess):
             self.exchange.submit(requests, operation)
         except KeyboardInterrupt:
             assert operation.numbered, "it is under way, and a program waits for it later"
-
-    def _first_values(self, block: Block) -> Sequence[Slot]:
-        """A block's first values; a table has none."""
-        slot = self.exchange.take(block.nbytes)
-        self.cluster.workload.start(slot.array(block), block)
-        return [slot]
 
     # --- steps --------------------------------------------------------------------------
 
@@ -207,27 +198,17 @@ class SimulatedClient(ClientProcess):
         return [each for each in chosen if alone or each.group_name == group]
 
     def _parts(self, step: GroupStep) -> StepParts:
-        """A step with its gradients, which say which push they are of."""
-        pushes = []
-        if step.which is not None:
-            for block in step.push:
-                slot = self.exchange.take(block.nbytes)
-                values = slot.array(block)
-                self.cluster.workload.fill(values, block, step.which)
-                pushes.append((BlockPush(block, values), slot))
-        if step.spoiled:
-            given = pushes[-1][0]
-            given.gradient[-1] = np.nan
-            if self._each_shard_judges():
-                for shard in range(len(self.exchange.shards)):
-                    low, high = given.block.range(shard)
-                    given.gradient[low:high][-1:] = np.nan
-        block = self.block_of(step.group)
-        return StepParts(step.what, block, pushes, step.pull, step.options)
+        """What is sent of a step."""
+        return self.workload.parts(self, step)
+
+    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
+        """Tell the history what was read."""
+        self.workload.record(self, call, outcome, pull, parts)
 
     def sending(
         self, requests: Sequence[ShardRequest], operation: Operation
     ) -> Sequence[ShardRequest]:
+        self.workload.sending(self, requests)
         step = requests[0]
         if isinstance(step, JoinGroup):  # in the others it is no member until they follow
             for each in self.blocks.values():
@@ -266,7 +247,7 @@ class SimulatedClient(ClientProcess):
         one = number % len(requests)
         return [
             structs.replace(each, weight=0.0)
-            if isinstance(each, Step) and (shard == one or self._each_shard_judges())
+            if isinstance(each, Step) and (shard == one or self.each_shard_judges())
             else each
             for shard, each in enumerate(requests)
         ]
@@ -277,7 +258,7 @@ class SimulatedClient(ClientProcess):
         asked = (c for c in calls if c.writer == self.writer and c.clock < 0)
         return group in self.follows or any(c.answered is None for c in asked)
 
-    def _each_shard_judges(self) -> bool:
+    def each_shard_judges(self) -> bool:
         """Whether a shard may apply the next step though another one refuses it. A worker that has
         come later may not know the policy."""
         return self.late or not self.traits_at(self.clock).collects
@@ -304,15 +285,6 @@ class SimulatedClient(ClientProcess):
     def shown(self, call: Call, group: str) -> int | None:
         """How many synchronous clocks a call's reads contain; None: not known."""
         return None
-
-    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
-        """Tell the history what was read."""
-        for block in pull:
-            for shard in range(len(self.exchange.shards)):
-                low, high = block.range(shard)
-                if high > low:
-                    row = self.cluster.workload.read(outcome.values[block.id][low:high], low)
-                    call.reads[Part(block.id, shard)] = row
 
     # --- calls that wait ----------------------------------------------------------------
 

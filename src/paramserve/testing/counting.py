@@ -7,13 +7,17 @@ the same information many times over, and bytes that were overwritten show.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
+from paramserve.client.links import Slot
+from paramserve.client.step_parts import BlockPush, StepParts
+from paramserve.client.ticket import Outcome
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.block import ShardBlock
@@ -23,21 +27,16 @@ from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
 from paramserve.rules.built_in import FRACTION, Allowed
 from paramserve.rules.compiled import compiled
-from paramserve.testing.history import Applied, Row
+from paramserve.testing.history import Applied, Call, Part, Row
+from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
+
+if TYPE_CHECKING:
+    from paramserve.testing.client import SimulatedClient
 
 Array = npt.NDArray[Any]
 
 PUSHES_MAX = 52
 """Of one writer: sums of their powers of two are exact in float64."""
-
-
-class Pushed(NamedTuple):
-    """Which push of which client a gradient belongs to."""
-
-    writer: int
-    rank: int
-    number: int
-    clock: int
 
 
 @dataclass(frozen=True)
@@ -91,53 +90,101 @@ def leaves_whole(policy: Policy) -> bool:
     return type(policy) is BoundedStaleness
 
 
-class Counting:
-    """What the simulated clients push and read. Subclass it for pushes of another kind.
+def counting_rule(policies: Iterable[Policy]) -> Add:
+    """`Add`, or a rule of its effect where one of the policies multiplies gradients."""
+    return Add() if all(map(leaves_whole, policies)) else AddWhole()
 
-    Attributes:
-        group: of all blocks that are in no second one.
-        blocks: by name, the pieces of each: two small blocks that stay whole, on different shards,
-            and one that is split over all shards.
+
+class Counting(Parameters):
+    """Tensors whose values tell which pushes are in them.
+
+    Args:
+        writers: that there may be.
+        rule: of the blocks.
+        group: of the blocks.
+        blocks: in place of two small ones that stay whole, on different shards, and one that is
+            split over all shards; each has whole tiles.
     """
 
-    group = "default"
-    second_group = "second"
     dtype: np.dtype[Any] = np.dtype(np.float64)
-    rule: Rule = Add()
-    """A cluster whose policies multiply gradients takes `AddWhole` instead of `Add`."""
 
-    def __init__(self, writers: int) -> None:
+    def __init__(
+        self,
+        writers: int,
+        rule: Rule = Parameters.rule,
+        group: str = Parameters.group,
+        blocks: Mapping[str, tuple[Piece, ...]] | None = None,
+    ) -> None:
         self.writers = writers
         self.tile = 2 * writers
-        tiles = -(-SPLIT_BYTES_MIN // (self.tile * self.dtype.itemsize))
-        self.blocks: dict[str, tuple[Piece, ...]] = {
+        self.rule = rule
+        self.group = group
+        self.blocks = {
             "left": (Piece("left.a", (self.tile,)), Piece("left.b", (2, self.tile))),
             "right": (Piece("right", (self.tile,)),),
-            "wide": (Piece("wide", (tiles, self.tile)),),
+            "wide": (Piece("wide", wide(writers)),),
         }
-        self.second: dict[str, tuple[Piece, ...]] = {
-            "up": (Piece("up", (2, self.tile)),),
-            "tall": (Piece("tall", (tiles, self.tile)),),
-        }
-        """The blocks of a second group, where there is one."""
+        if blocks is not None:
+            self.blocks = dict(blocks)
         self._columns: dict[tuple[int, int], Array] = {}
 
-    @property
-    def in_order(self) -> tuple[str, ...]:
-        """The groups, in the order of their parts in a call."""
-        return self.group, self.second_group
+    def prepare(self) -> None:
+        compiled().prepare(self.dtype)
+        self.rule.prepare(self.dtype)
 
-    def start(self, slot: Array, block: Block) -> None:
-        """Write a block's first values: [size], a whole block."""
-        slot.fill(0.0)
+    def every(self, client: SimulatedClient) -> list[Any]:
+        return [each for name, each in client.blocks.items() if name in self.blocks]
 
     def fill(self, slot: Array, block: Block, push: Pushed) -> None:
-        """Write the gradient of one push for one block: [size], a whole block."""
         assert push.number < PUSHES_MAX, "the mask would lose exactness"
         slot.fill(0.0)
         tiles = slot.reshape(-1, self.tile)
         tiles[:, 2 * push.writer] = 1.0
         tiles[:, 2 * push.writer + 1] = 2.0**push.number
+
+    def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
+        pushes = list[tuple[BlockPush, Slot]]()
+        if step.which is not None:
+            pushes = [self.captured(client, block, step.which) for block in step.push]
+        if step.spoiled:
+            last = pushes[-1][0]
+            last.gradient[-1] = np.nan
+            if client.each_shard_judges():
+                for shard in range(len(client.exchange.shards)):
+                    low, high = last.block.range(shard)
+                    last.gradient[low:high][-1:] = np.nan
+        return structs.replace(parts, pushes=pushes, pull=step.pull)
+
+    def record(
+        self,
+        client: SimulatedClient,
+        call: Call,
+        outcome: Outcome,
+        pull: Sequence[Any],
+        parts: StepParts,
+    ) -> None:
+        for block in pull:
+            for shard in range(len(client.exchange.shards)):
+                low, high = block.range(shard)
+                if high > low:
+                    row = self.read(outcome.values[block.id][low:high], low)
+                    call.reads[Part(block.id, shard)] = row
+
+    def rows(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, Row]]:
+        if not isinstance(block, ShardBlock) or not block.size:
+            return []
+        return [(block.spec.block, self.read(block.value, block.low))]
+
+    def masks(
+        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        if not isinstance(block, ShardBlock) or not block.size:
+            return []
+        return [(block.spec.block, self.glance(block.value, block.low))]
+
+    # --- what values say ----------------------------------------------------------------
 
     def read(self, values: Array, low: int) -> Row:
         """What values say: [elements of a part], which begins at element `low` of its block."""
@@ -162,28 +209,6 @@ class Counting:
         numbers = values[start + 1 : start + self.tile : 2].tolist()
         return tuple(int(each) if 0 <= each < 2.0**PUSHES_MAX else 0 for each in numbers)
 
-    def parts(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, Row]]:
-        """What the part of a block on one of so many shards says, with the number by which calls
-        name the block."""
-        if not isinstance(block, ShardBlock) or not block.size:
-            return []
-        return [(block.spec.block, self.read(block.value, block.low))]
-
-    def masks(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, tuple[int, ...]]]:
-        """As `parts`, at a glance: masks by writer."""
-        if not isinstance(block, ShardBlock) or not block.size:
-            return []
-        return [(block.spec.block, self.glance(block.value, block.low))]
-
-    def bytes_of(self, block: ShardBlock | KeyedBlock) -> bytes:
-        """All values of a shard's part of a block."""
-        assert isinstance(block, ShardBlock)
-        return block.value.tobytes()
-
     def _columns_of(self, low: int, size: int) -> Array:
         """Where in its tile each element stands."""
         key = (low % self.tile, size)
@@ -192,7 +217,19 @@ class Counting:
             found = self._columns[key] = (key[0] + np.arange(size)) % self.tile
         return found
 
-    def prepare(self) -> None:
-        """Load the kernels; after the first time this costs next to nothing."""
-        compiled().prepare(self.dtype)
-        self.rule.prepare(self.dtype)
+
+def wide(writers: int, dtype: np.dtype[Any] = Counting.dtype) -> tuple[int, int]:
+    """The shape of a tensor of whole tiles that is split over all shards."""
+    tile = 2 * writers
+    return -(-SPLIT_BYTES_MIN // (tile * dtype.itemsize)), tile
+
+
+def counting(setting: Setting) -> Workload:
+    """Tensors that count; with `Scenario.second`, two groups of them."""
+    rule = counting_rule(setting.scenario.policies)
+    first = Counting(setting.writers, rule)
+    if setting.scenario.second is None:
+        return Workload(first)
+    shape = wide(setting.writers)
+    blocks = {"up": (Piece("up", (2, shape[1])),), "tall": (Piece("tall", shape),)}
+    return Workload(first, Counting(setting.writers, rule, "second", blocks))

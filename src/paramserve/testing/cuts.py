@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from paramserve.core.cut_parts import ShardCut, TableCopy
 from paramserve.testing.checkers import SHOWN_MAX, Violation
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Part, Row
-from paramserve.testing.mixed import SimulatedMixed
-from paramserve.testing.row_counting import KEYS, RowCounting, SimulatedTables
+from paramserve.testing.row_counting import KEYS, Rows
 from paramserve.testing.simulated import SimulatedCluster, rerun
 
 PAUSE_S = 0.01
@@ -89,7 +91,9 @@ class SimulatedCuts(SimulatedCluster):
         for number, block in part.blocks.items():
             values = block.field(0)
             if values.size:
-                masks = self._masks(self.workload.read(values, block.low))
+                kind = self.workload.of(block.spec)
+                assert isinstance(kind, Counting)
+                masks = self._masks(kind.read(values, block.low))
                 pushes[block.spec.group_name, Part(number, part.shard)] = masks
         for table in part.tables.values():
             pushes |= self._rows_seen(part.shard, table)
@@ -97,18 +101,16 @@ class SimulatedCuts(SimulatedCluster):
         return PartSeen(part.clients, part.clocks, pushes, marks)
 
     def _rows_seen(self, shard: int, table: TableCopy) -> dict[tuple[str, Part], tuple[int, ...]]:
-        workload: Any = self.workload
-        counting: RowCounting = workload if isinstance(workload, RowCounting) else workload.rows
+        kind = self.workload.of(table.spec)
+        assert isinstance(kind, Rows)
         found = dict[int, Any]()
         for rows in table.batches(table.layout):
             values = table.layout.parts(rows.raw)["value"]
             found |= zip(rows.keys.tolist(), values, strict=True)
         pushes: dict[tuple[str, Part], tuple[int, ...]] = {}
         for number, key in enumerate(KEYS.tolist()):
-            none = (0,) * counting.writers
-            pushes[table.spec.group_name, Part(number, shard)] = (
-                self._masks(counting.row(number, found[key])) if key in found else none
-            )
+            row = kind.form.row(number, found.get(key, np.zeros(kind.form.dim)))
+            pushes[table.spec.group_name, Part(number, shard)] = self._masks(row)
         return pushes
 
     def _masks(self, row: Row) -> tuple[int, ...]:
@@ -181,14 +183,6 @@ class SimulatedCuts(SimulatedCluster):
             for part in cut.parts
             if client not in part.clients and any(m[writer] > 0 for m in part.pushes.values())
         }
-
-
-class SimulatedTableCuts(SimulatedCuts, SimulatedTables):
-    """A simulated cluster whose clients train a table, of which cuts are taken."""
-
-
-class SimulatedMixedCuts(SimulatedCuts, SimulatedMixed):
-    """A simulated cluster whose clients train tensors and a table in one call, with cuts."""
 
 
 def replay(seed: int, log: Any = None, **options: Any) -> SimulatedCluster:

@@ -40,12 +40,12 @@ from paramserve.rules import Add
 from paramserve.rules.compiled import compiled
 from paramserve.testing import delta_pulls
 from paramserve.testing.checkers import Violation
-from paramserve.testing.client import GroupStep
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.counting import Counting
 from paramserve.testing.delta_pulls import Told, WatchedStream, digest, judge_readers
 from paramserve.testing.history import Call, Part, Row
 from paramserve.testing.scripts import ScriptedClient, SimulatedReader, SimulatedWorker
 from paramserve.testing.simulated import SimulatedCluster, rerun
+from paramserve.testing.workload import GroupStep, Pushed, Setting, Workload
 
 Floats = npt.NDArray[np.float32]
 Exact = npt.NDArray[np.float64]
@@ -88,7 +88,7 @@ class EncodedCounting(Counting):
             "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
             "split": (Piece("split.a", (3, 100)), Piece("split.b", (elements,))),
         }
-        self.blocks |= self.encoded
+        self.blocks = {**self.blocks, **self.encoded}
 
     def prepare(self) -> None:
         super().prepare()
@@ -114,10 +114,10 @@ class EncodedCounting(Counting):
             values[block.starts[gone] : block.starts[gone + 1]] = 0.0
         return values, active
 
-    def parts(
+    def rows(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, Row]]:
-        return [] if _is_encoded(block) else super().parts(block, shard, shards)
+        return [] if _is_encoded(block) else super().rows(block, shard, shards)
 
     def masks(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
@@ -184,8 +184,9 @@ class EncodedClient(ScriptedClient):
     @property
     def encoded(self) -> EncodedCounting:
         """What it pushes."""
-        assert isinstance(self.cluster.workload, EncodedCounting)
-        return self.cluster.workload
+        (found,) = self.cluster.workload.parameters
+        assert isinstance(found, EncodedCounting)
+        return found
 
     @property
     def encoder(self) -> WatchedEncoder | None:
@@ -266,18 +267,15 @@ class SimulatedEncoded(SimulatedCluster):
 
     worker_type = EncodedWorker
     reader_type = EncodedReader
-    workload_type = EncodedCounting
     shard_type = EncodedShard
     replayed_by = "paramserve.testing.encoded.replay"
 
-    def _new_workload(self) -> Counting:
+    def _new_workload(self, setting: Setting) -> Workload:
         self.told: dict[tuple[int, int], Told] = {}
         """By block and shard."""
-        workload = super()._new_workload()
-        assert isinstance(workload, EncodedCounting)
-        assert type(workload.rule) is Add, "a policy multiplies gradients"
-        workload.draw(self.seed)
-        return workload
+        workload = EncodedCounting(setting.writers)
+        workload.draw(setting.seed)
+        return Workload(workload)
 
     def check(self) -> None:
         super().check()
@@ -304,8 +302,9 @@ class SimulatedEncoded(SimulatedCluster):
 
     @property
     def _encoding(self) -> EncodedCounting:
-        assert isinstance(self.workload, EncodedCounting)
-        return self.workload
+        (found,) = self.workload.parameters
+        assert isinstance(found, EncodedCounting)
+        return found
 
 
 def sums_are_those_of_the_gradients(cluster: SimulatedEncoded) -> list[str]:

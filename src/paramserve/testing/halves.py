@@ -22,10 +22,10 @@ from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add
 from paramserve.testing.beside import BesideClient, BesideCounting
 from paramserve.testing.checkers import Violation
-from paramserve.testing.counting import Counting, Pushed
 from paramserve.testing.history import Part, Row
 from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
 from paramserve.testing.simulated import SimulatedCluster, rerun
+from paramserve.testing.workload import Pushed, Setting, Workload
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]
@@ -63,7 +63,7 @@ class HalfCounting(BesideCounting):
             "bfloat16": (Piece("bfloat16.a", (5, 7)), Piece("bfloat16.b", (elements,))),
             "float16": (Piece("float16", (elements,)),),
         }
-        self.add(blocks, dict.fromkeys(blocks, "wide"))
+        self.stand_beside(blocks, dict.fromkeys(blocks, "wide"))
         self._drawn: dict[tuple[int, int, int], Exact] = {}
 
     def prepare(self) -> None:
@@ -71,7 +71,7 @@ class HalfCounting(BesideCounting):
         for half in HALVES:
             load_kernels(np.dtype(np.float32), self.rule, half)
 
-    def placing(self, name: str, placing: PlaceBlock) -> PlaceBlock:
+    def place(self, name: str, placing: PlaceBlock) -> PlaceBlock:
         return structs.replace(placing, dtype="float32", half=name)
 
     def drawn(self, block: Block, writer: int, number: int) -> Exact:
@@ -130,13 +130,10 @@ class SimulatedHalves(SimulatedCluster):
 
     worker_type = HalfWorker
     reader_type = HalfReader
-    workload_type = HalfCounting
     replayed_by = "paramserve.testing.halves.replay"
 
-    def _new_workload(self) -> Counting:
-        workload = super()._new_workload()
-        assert type(workload.rule) is Add, "a policy multiplies gradients"
-        return workload
+    def _new_workload(self, setting: Setting) -> Workload:
+        return Workload(HalfCounting(setting.writers))
 
     def check(self) -> None:
         super().check()
@@ -152,7 +149,7 @@ class SimulatedHalves(SimulatedCluster):
 def masters_are_exact(cluster: SimulatedHalves) -> list[str]:
     """What a shard holds is the very sum of the gradients of 16 bits that it has applied."""
     wrong = []
-    workload = cluster.workload
+    (workload,) = cluster.workload.parameters
     assert isinstance(workload, HalfCounting)
     widest = next(each for each in cluster.blocks.values() if each.pieces[0].name == "wide")
     for block in cluster.blocks.values():

@@ -25,12 +25,13 @@ from paramserve.rules.registry import spec
 from paramserve.rules.sgd import SGD
 from paramserve.testing.beside import BesideClient, BesideCounting
 from paramserve.testing.checkers import Violation
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.counting import counting_rule
 from paramserve.testing.history import Call, History, Part, Update
 from paramserve.testing.own_steps import OwnStepsWorker
 from paramserve.testing.scripts import SimulatedReader
 from paramserve.testing.simulated import SimulatedCluster, rerun
 from paramserve.testing.wording import call_name
+from paramserve.testing.workload import Pushed, Setting, Workload
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]
@@ -50,16 +51,17 @@ class LocalCounting(BesideCounting):
         super().__init__(writers)
         self.outer = policy.outer
         fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
+        self.rule = counting_rule([policy])
         wide, elements = self.blocks["wide"][0].shape, SPLIT_BYTES_MIN // 4
         self.blocks = {f"part{n}": (Piece(f"part{n}", wide),) for n in range(fragments)}
         outer = {f"outer{n}": (Piece(f"outer{n}", (elements,)),) for n in range(fragments)}
-        self.add(outer, {f"outer{n}": f"part{n}" for n in range(fragments)})
+        self.stand_beside(outer, {f"outer{n}": f"part{n}" for n in range(fragments)})
 
     def prepare(self) -> None:
         super().prepare()
         load_kernels(np.dtype(np.float32), self.outer)
 
-    def placing(self, name: str, placing: PlaceBlock) -> PlaceBlock:
+    def place(self, name: str, placing: PlaceBlock) -> PlaceBlock:
         return structs.replace(placing, dtype="float32", rule=spec(self.outer))
 
     def drawn(self, block: Block, writer: int, number: int) -> Array:
@@ -95,11 +97,11 @@ class SimulatedLocalSteps(SimulatedCluster):
     reader_type = LocalReader
     replayed_by = "paramserve.testing.local_steps.replay"
 
-    def _make_workload(self, writers: int) -> Counting:
+    def _new_workload(self, setting: Setting) -> Workload:
         policy = self.scenario.consistency
         assert isinstance(policy, LocalSteps | AsyncLocalSteps)
         assert not self.scenario.others, "give others=(): its policy does not change"
-        return LocalCounting(writers, policy)
+        return Workload(LocalCounting(setting.writers, policy))
 
     def check(self) -> None:
         super().check()
@@ -163,7 +165,7 @@ def outer_steps_are_those_of_the_exchanges(cluster: SimulatedLocalSteps) -> list
     """A shard's values are those of the outer rule over the exchanges that it has applied: under
     `LocalSteps` one update with the mean over a clock's contributors, under `AsyncLocalSteps` one
     with each."""
-    workload = cluster.workload
+    (workload,) = cluster.workload.parameters
     assert isinstance(workload, LocalCounting)
     names = {each.pieces[0].name: each for each in cluster.blocks.values()}
     wrong = []

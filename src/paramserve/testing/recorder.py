@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
+from paramserve.core.block import ShardBlock
 from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import ENDED, Answer
-from paramserve.messages import Commit, Done, GroupPolicy, Members, ShardRequest, Step
+from paramserve.core.table.block import KeyedBlock
+from paramserve.messages import BlockSpec, Commit, Done, GroupPolicy, Members, ShardRequest, Step
 from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import (
     Answered,
@@ -234,7 +236,8 @@ class Recorder:
         for server in cluster.servers:
             for _, block in sorted(server.shard.blocks.items()):
                 own = cluster.histories[block.spec.group_name]
-                for number, row in cluster.workload.parts(block, server.number, shards):
+                kind = cluster.workload.of(block.spec)
+                for number, row in kind.rows(block, server.number, shards):
                     own.final[Part(number, server.number)] = row
         for client in cluster.clients:
             if client.alive:
@@ -273,6 +276,10 @@ class ShardRecorder:
         """By group, as they were last."""
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
         """By group and block: the masks of all writers, as they were last."""
+
+    def made(self, block: ShardBlock | KeyedBlock) -> None:
+        """A part of a block has been made."""
+        self._cluster.workload.of(block.spec).made(self._shard.number, block)
 
     def before(self, event: Event) -> None:
         """An event is about to happen."""
@@ -327,7 +334,8 @@ class ShardRecorder:
         new: dict[tuple[int, int], None] = {}
         workload = self._cluster.workload
         blocks, shards = sorted(group.blocks.items()), self._cluster.scenario.servers
-        seen = [workload.masks(block, self._shard.number, shards) for _, block in blocks]
+        number = self._shard.number
+        seen = [workload.of(b.spec).masks(b, number, shards) for _, b in blocks]
         for number, masks in chain.from_iterable(seen):
             old = self._pushes.get((group.id, number), (0,) * len(masks))
             self._pushes[group.id, number] = masks
@@ -399,6 +407,11 @@ class RecordedShard(Shard):
     """A shard that tells what happens on it."""
 
     recorder: ShardRecorder
+
+    def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
+        block = super().new_block(spec, attempt)
+        self.recorder.made(block)
+        return block
 
     def step(self, event: Event, now: float) -> Effects:
         self.recorder.before(event)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from random import Random
+from types import FunctionType
 from typing import Any, Literal
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import check_registered
+from paramserve.testing.counting import counting
 from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve.testing.network import Faults
+from paramserve.testing.workload import Composed
 
 OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
 
@@ -41,6 +44,7 @@ class Scenario:
         samples: that the workers share by lease; 0: each takes `steps` steps. Not more than 90.
         collectives: whether the workers reduce a value after each few clocks.
         deletes: whether clients of a table delete some of its rows now and then.
+        workload: makes what the clients train.
     """
 
     servers: int = 2
@@ -60,6 +64,7 @@ class Scenario:
     second: Policy | None = None
     unregistered: tuple[int, ...] = ()
     deletes: bool = False
+    workload: Composed = counting
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -90,9 +95,12 @@ class Scenario:
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
         plain = Scenario()
-        given = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(plain, each.name)
-        ]
-        return ", ".join(given)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {n: each for n, each in values.items() if each != getattr(plain, n)}
+        return ", ".join(f"{name}={_written(each)}" for name, each in changed.items())
+
+
+def _written(value: Any) -> str:
+    """A value as code: functions by their names."""
+    function = isinstance(value, FunctionType | type)
+    return f"{value.__module__}.{value.__qualname__}" if function else repr(value)

@@ -6,11 +6,10 @@ from abc import abstractmethod
 from collections import deque
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core.client_session import Operation
@@ -30,15 +29,13 @@ from paramserve.messages import (
     PlaceBlock,
     Placed,
 )
-from paramserve.rules.registry import spec
 from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Agreed, Call, Company
 
 if TYPE_CHECKING:
+    from paramserve.testing.scenario import Scenario
     from paramserve.testing.simulated import SimulatedCluster
 
-WAIT_S = 60.0
-"""A define waits this long for another client's define."""
 LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
 COLLECTIVE_EVERY = 3
@@ -60,19 +57,10 @@ class ScriptedClient(SimulatedClient):
 
     def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
-        self.left = cluster.scenario.steps
-        """Steps still to be begun."""
         self.changes: deque[Policy] = deque()
         """Policies that it is to give the group, when it has room for a request."""
         self._undefined = list(cluster.workload.blocks)
-        if cluster.scenario.second is not None:
-            self._undefined += list(cluster.workload.second)
         self._thinking = False
-
-    @property
-    def every(self) -> list[Any]:
-        """All blocks, or what else is pushed to and read."""
-        return list(self.blocks.values())
 
     @property
     def computes(self) -> bool:
@@ -92,6 +80,8 @@ class ScriptedClient(SimulatedClient):
 
     def _go_on(self) -> None:
         self._thinking = False
+        for each in self.workload.parameters:
+            each.about_to_call(self)
         self.retiring = self.steps.retiring
         if self.retiring and self.left > 0:
             self.left = 0
@@ -132,18 +122,7 @@ class ScriptedClient(SimulatedClient):
 
     def _placing(self, name: str) -> PlaceBlock:
         """The call that defines a block."""
-        workload = self.cluster.workload
-        first, second = name in workload.blocks, self.cluster.scenario.second
-        return PlaceBlock(
-            0,
-            workload.group if first else workload.second_group,
-            workload.dtype.name,
-            spec(workload.rule),
-            workload.blocks[name] if first else workload.second[name],
-            True,
-            WAIT_S,
-            consistency=None if first or second is None else policies.spec(second),
-        )
+        return self.workload.placing(self, name)
 
     def _placed(self, reply: Placed | Failed) -> None:
         if isinstance(reply, Failed):
@@ -390,7 +369,7 @@ class AgreeingWorker(SimulatedWorker):
     def next(self) -> bool:
         if self.left <= 0 or self.calling:
             return False
-        group = self.cluster.workload.group
+        group = self.workload.group
         began = 0 if self.incarnation > 1 else self.steps.resumed.get(group, 0)
         if (self.clock - began) // COLLECTIVE_EVERY > self._made and not self._deserted:
             if not self.in_flight:
@@ -473,3 +452,12 @@ class SimulatedReader(ScriptedClient):
         else:
             self.step(chosen, self.every, groups=groups, then=self.answered)
         return True
+
+
+def worker_of(scenario: Scenario) -> type[SimulatedWorker]:
+    """What the workers of a scenario do."""
+    if scenario.second is not None:
+        return GroupsWorker
+    if scenario.samples:
+        return LeasingWorker
+    return AgreeingWorker if scenario.collectives else SimulatedWorker

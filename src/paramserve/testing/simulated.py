@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
 from paramserve.checkpoint.storage import Storage
@@ -23,9 +22,8 @@ from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.shard import Shard
 from paramserve.messages import Hello, LeasePlan
-from paramserve.rules import Add, Rule
-from paramserve.testing.checkers import check
-from paramserve.testing.counting import AddWhole, Counting, leaves_whole
+from paramserve.testing.checkers import SHOWN_MAX, Violation, check
+from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import Call, Deletion, History
 from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve.testing.network import Bytes, End, Faults, Network, Stream
@@ -33,14 +31,13 @@ from paramserve.testing.process import DEADLINES, ClientProcess, SimulatedExchan
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.scripts import (
-    AgreeingWorker,
-    GroupsWorker,
-    LeasingWorker,
     ScriptedClient,
     SimulatedReader,
     SimulatedWorker,
+    worker_of,
 )
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
+from paramserve.testing.workload import Setting, Workload
 from paramserve.virtual import VirtualClock
 
 SAFETY_S = 0.8
@@ -78,8 +75,8 @@ CHANGES_MAX = 6
 class SimulatedCluster:
     """One run: a phase with faults, then healing, then everyone must come to an end.
 
-    Subclass it and set `shard_type` and its neighbours to try other parts, or `workload_type` for
-    other parameters, gradients and rules.
+    Subclass it and set `shard_type` and its neighbours to try other parts; `Scenario.workload` says
+    what the clients train.
 
     Args:
         seed: of everything that is drawn.
@@ -96,15 +93,13 @@ class SimulatedCluster:
     session_type: type[ClientSession] = ClientSession
     exchange_type: type[SimulatedExchange] = SimulatedExchange
     coordination_type: type[Coordination] = Coordination
-    worker_type: type[SimulatedWorker] = SimulatedWorker
+    worker_type: type[SimulatedWorker] | None = None
+    """None: that of the workload, or the one that goes with the scenario."""
     reader_type: type[SimulatedReader] = SimulatedReader
-    leaser_type: type[SimulatedWorker] = LeasingWorker
-    """Workers of a scenario with `samples`."""
-    groups_type: type[SimulatedWorker] = GroupsWorker
-    """Workers of a scenario with `second`."""
-    workload_type: type[Counting] = Counting
     replayed_by = "paramserve.testing.replay"
     """The function that repeats a run."""
+    writers_more = 0
+    """Processes of clients besides those that each run may have."""
     checkpoint_plan = CheckpointPlan()
     """Of its checkpoints."""
     client_deadlines = DEADLINES
@@ -112,8 +107,6 @@ class SimulatedCluster:
     coordinator_deadlines = Deadlines(
         stall_s=STALL_S, restart_s=AWAITED_S, reconnect_s=LOOKED_FOR_S
     )
-    rules: Mapping[str, type[Rule]] = MappingProxyType({})
-    """By name, those that shards know besides `Counting`'s."""
     disk: Storage | None = None
     """Where they are written; None: nowhere."""
 
@@ -144,19 +137,16 @@ class SimulatedCluster:
         self.history = new_history(self.scenario, faults)
         self.recorder = Recorder(self)
         self.plan = LeasePlan(self.scenario.samples, 1, 0, BATCH, BATCH, BATCH, 1, -1)
-        if self.scenario.samples:
-            self.worker_type = self.leaser_type
-        elif self.scenario.collectives:
-            self.worker_type = AgreeingWorker
         self.counts_updates = self.scenario.counts_updates
-        self.workload = self._new_workload()
+        writers = self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX + self.writers_more
+        self.workload = self._new_workload(Setting(seed, self.scenario, writers))
+        self.worker_type = self.worker_type or self.workload.worker or worker_of(self.scenario)
         self.blocks: dict[int, Block] = {}
         self.histories = {self.workload.group: self.history}
         """By group."""
         if self.scenario.second is not None:
             second = self.history.of_another_group(self.scenario.second)
-            self.histories[self.workload.second_group] = second
-            self.worker_type = self.groups_type
+            self.histories[self.workload.groups[1]] = second
         self.call_of: dict[tuple[int, int, int], tuple[str, Call]] = {}
         """Which call of a writer has a number on a shard, and its group."""
         self.deletion_of: dict[tuple[int, int, int], Deletion] = {}
@@ -183,18 +173,8 @@ class SimulatedCluster:
             self.start_worker(self.network.delay_s(), rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
 
-    def _new_workload(self) -> Counting:
-        """Blocks, gradients and rule; where a policy scales gradients, a rule that does not."""
-        workload = self._make_workload(self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX)
-        if isinstance(workload.rule, Add) and not all(
-            leaves_whole(each) for each in self.scenario.policies
-        ):
-            workload.rule = AddWhole()
-        workload.prepare()
-        return workload
-
-    def _make_workload(self, writers: int) -> Counting:
-        return self.workload_type(writers)
+    def _new_workload(self, setting: Setting) -> Workload:
+        return self.scenario.workload(setting)
 
     # --- a run --------------------------------------------------------------------------
 
@@ -222,6 +202,11 @@ class SimulatedCluster:
         """
         for history in self.histories.values():
             check(history, self.again)
+        wrong = self.workload.judge(self)
+        if wrong:
+            each = SHOWN_MAX // len(wrong)
+            lines = [f"{name}: {text}" for name, texts in wrong.items() for text in texts[:each]]
+            raise Violation("\n  ".join([self.again, *lines]))
 
     @property
     def again(self) -> str:
@@ -239,7 +224,7 @@ class SimulatedCluster:
     def trace(self) -> str:
         """A hash over all that has arrived and over the values of all shards."""
         values = b"".join(
-            self.workload.bytes_of(block)
+            self.workload.of(block.spec).bytes_of(block)
             for server in self.servers
             for _, block in sorted(server.shard.blocks.items())
         )
@@ -259,6 +244,7 @@ class SimulatedCluster:
 
     def start_worker(self, delay_s: float, rank: int) -> None:
         """Start a worker after a while."""
+        assert self.worker_type is not None
         self._start_after(delay_s, self.worker_type, rank)
 
     def maybe_fail(self, client: ClientProcess) -> None:
@@ -383,7 +369,7 @@ class SimulatedCluster:
             self.scenario.consistency,
             limits=Limits(),
             resend_s=self.server_deadlines.resend_s,
-            rules={AddWhole.name: self.recorder.rule(number), **self.rules},
+            rules={**self.workload.rules, AddWhole.name: self.recorder.rule(number)},
             policies={} if number in self.scenario.unregistered else self.registered,
         )
         shard.recorder = ShardRecorder(self, shard)

@@ -14,7 +14,7 @@ model that it has changed, by the part's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar, NamedTuple
@@ -34,14 +34,14 @@ from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
 from paramserve.testing.bandwidth import SharedLinks
-from paramserve.testing.client import GroupStep
-from paramserve.testing.counting import Counting, Pushed
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Call, History, Row
 from paramserve.testing.network import Faults
 from paramserve.testing.own_steps import OwnStepsWorker
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.simulated import SimulatedCluster
+from paramserve.testing.workload import GroupStep, Pushed, Setting, Workload
 
 Array = npt.NDArray[Any]
 
@@ -127,13 +127,12 @@ class StepsCounting(Counting):
     Element w of each shard's part of a block is the count of writer w.
     """
 
-    dtype = np.dtype(np.float32)
+    dtype: np.dtype[Any] = np.dtype(np.float32)
     rule: Rule = AddSteps()
 
     def __init__(self, fragments: int, servers: int) -> None:
         size = SPLIT_BYTES_MIN // 4 + servers * WRITERS_MAX
         self.blocks = {f"part.{n}": (Piece(f"part.{n}", (size,)),) for n in range(fragments)}
-        self.second = {}
         self.behind: dict[tuple[int, int], int] = {}
         """By writer and block: own steps behind the next exchange."""
         self.values = fragments * size
@@ -150,7 +149,7 @@ class StepsCounting(Counting):
             if high > low:
                 slot[low + push.writer] = self.behind[push.writer, block.id]
 
-    def parts(
+    def rows(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, Row]]:
         return []
@@ -210,7 +209,7 @@ class WorkingWorker(OwnStepsWorker):
         return structs.replace(super()._placing(name), push=push, pull=pull)
 
     def _parts(self, step: GroupStep) -> Any:
-        workload = self.cluster.workload
+        (workload,) = self.cluster.workload.parameters
         assert isinstance(workload, StepsCounting)
         self._in_exchange = 0.0
         for block in step.push:
@@ -236,7 +235,6 @@ class SimulatedWork(SimulatedCluster):
     """
 
     worker_type = WorkingWorker
-    rules: Mapping[str, type[Rule]] = {AddSteps.name: AddSteps}
     client_deadlines = server_deadlines = coordinator_deadlines = Deadlines()
 
     def __init__(
@@ -266,14 +264,13 @@ class SimulatedWork(SimulatedCluster):
         )
         super().__init__(seed, scenario, log)
         self.clock.events_max = None
-        assert isinstance(self.workload, StepsCounting)
-        scale = self.work.model_bytes / (4 * self.workload.values)
+        (model,) = self.workload.parameters
+        assert isinstance(model, StepsCounting)
+        scale = self.work.model_bytes / (4 * model.values)
         self.network.links = SharedLinks(self.clock, lambda place: self.work.link_bytes_s, scale)
 
-    def _new_workload(self) -> StepsCounting:
-        workload = StepsCounting(self._fragments, self.work.servers)
-        workload.prepare()
-        return workload
+    def _new_workload(self, setting: Setting) -> Workload:
+        return Workload(StepsCounting(self._fragments, self.work.servers))
 
     def _start_clients(self) -> None:
         for rank in range(self.work.workers):

@@ -12,7 +12,6 @@ from typing import Any
 
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.testing.checkers import Violation
-from paramserve.testing.counting import Counting
 from paramserve.testing.cuts import SimulatedCuts
 from paramserve.testing.history import History
 from paramserve.testing.network import NEAR
@@ -57,6 +56,7 @@ class SimulatedVisits(SimulatedCuts):
     """A simulated cluster with visitors, of which cuts are taken as it runs."""
 
     replayed_by = "paramserve.testing.visitors.replay"
+    writers_more = VISITORS
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -76,9 +76,6 @@ class SimulatedVisits(SimulatedCuts):
         random = Random(f"visits {self.seed}")
         for _ in range(VISITORS):
             self._start_after(random.random() * SAFETY_S / 4, Visitor, -1)
-
-    def _make_workload(self, writers: int) -> Counting:
-        return super()._make_workload(writers + VISITORS)
 
     def ended(self, client: ClientProcess) -> None:
         if not isinstance(client, Visitor):
