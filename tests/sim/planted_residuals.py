@@ -13,7 +13,7 @@ from paramserve.client.steps import Prepared
 from paramserve.core.client_session import ClientSession, Operation
 from paramserve.core.partition import Block
 from paramserve.messages import Done, ShardRequest
-from paramserve.testing.encoded import EncodedClient, WatchedEncoder
+from paramserve.testing.encoded import EncodedTensors, encoder_of
 
 
 def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +93,17 @@ def taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is started again begins with the residual of the incarnation that died, which
     counts twice then."""
-    begin = EncodedClient._begin_steps
+    joined = EncodedTensors.joined
 
-    def inherits(client: EncodedClient, joined: Any) -> None:
-        begin(client, joined)
+    def inherits(tensors: EncodedTensors, client: Any) -> None:
+        joined(tensors, client)
         for other in client.cluster.clients:
-            assert isinstance(other, EncodedClient)
-            dead = other.encoder
+            dead = encoder_of(other)
             if other is not client and other.rank == client.rank and dead is not None:
-                assert isinstance(client.steps.encoder, WatchedEncoder)
                 for number, left in dead._residuals.items():
                     client.steps.encoder.begin(dead._blocks[number], left)
 
-    monkeypatch.setattr(EncodedClient, "_begin_steps", inherits)
+    monkeypatch.setattr(EncodedTensors, "joined", inherits)
 
 
 ALL: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -21,32 +22,32 @@ from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.shard_records import shard_records
 from paramserve.client.encoding import Captured, Encoded
 from paramserve.client.residuals import Piece, pieces
-from paramserve.core.block import ShardBlock
+from paramserve.client.step_parts import StepParts
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
 from paramserve.messages import (
     Hello,
-    Joined,
     Refused,
     ResidualKept,
     ResidualsWanted,
     decoder,
     encode,
 )
-from paramserve.testing import Scenario, Violation
+from paramserve.testing import Counting, Scenario, Setting, Violation, Workload
+from paramserve.testing.client import SimulatedClient
 from paramserve.testing.encoded import (
     LARGEST,
     ROUNDING,
-    EncodedClient,
-    EncodedReader,
-    EncodedWorker,
-    SimulatedEncoded,
+    EncodedTensors,
     WatchedEncoder,
+    encoder_of,
+    off_by,
 )
 from paramserve.testing.history import Part
 from paramserve.testing.network import Frame, Stream
+from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
 from paramserve.testing.server import SimulatedServer
-from paramserve.testing.workload import GroupStep, Pushed
+from paramserve.testing.workload import GroupStep
 
 Floats = npt.NDArray[np.float32]
 
@@ -87,7 +88,7 @@ class _Sending:
     kind = "unix"
     arenas: ClassVar[dict[int, Any]] = {}
 
-    def __init__(self, client: ResidualClient, server: SimulatedServer, left: Iterator[Piece]):
+    def __init__(self, client: SimulatedClient, server: SimulatedServer, left: Iterator[Piece]):
         self.hello = Hello("residuals", client.id, client.incarnation, client.rank)
         self._client, self._server, self._left = client, server, left
         self._open = False
@@ -140,27 +141,65 @@ class _Sending:
             self._server.role.closed(self)
 
 
-class ResidualClient(EncodedClient):
-    """A client whose residuals are in checkpoints."""
+class SavedTensors(EncodedTensors):
+    """Tensors with a codec, whose residuals are in checkpoints.
 
-    def _begin_steps(self, joined: Joined) -> None:
-        super()._begin_steps(joined)
-        encoder = RemembersChanges(self.rank, self.exchange.take_each)
-        encoder.captured = self._captured
-        self.steps.encoder = encoder
-        self._fetched: set[int] = set()
+    Attributes:
+        captured_of: by cut and rank, the writer whose residual was copied for it.
+    """
 
-    @property
-    def feeding(self) -> list[Block]:
-        return [self.blocks[name] for name in self.encoded.encoded if name in self.blocks]
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.captured_of: dict[tuple[int, int], int] = {}
+        self._fetched: set[tuple[int, int]] = set()
+        """Writers and blocks whose residual was asked for."""
 
-    def _captured(self, captured: Captured) -> None:
-        cluster = self.cluster
-        assert isinstance(cluster, SimulatedResidualResumes)
-        if self.rank >= 0:
-            cluster.captured[captured.cut, self.rank] = self.writer
-            for server in cluster.servers:
-                _Sending(self, server, pieces(captured, self.feeding, server.number))
+    def joined(self, client: SimulatedClient) -> None:
+        encoder = RemembersChanges(client.rank, client.exchange.take_each)
+        encoder.captured = partial(self._captured, client)
+        client.steps.encoder = encoder
+
+    def _feeding(self, client: SimulatedClient) -> list[Block]:
+        return [client.blocks[name] for name in self.blocks if name in client.blocks]
+
+    def _captured(self, client: SimulatedClient, captured: Captured) -> None:
+        if client.rank >= 0:
+            self.captured_of[captured.cut, client.rank] = client.writer
+            for server in client.cluster.servers:
+                _Sending(client, server, pieces(captured, self._feeding(client), server.number))
+
+    def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
+        for block in self._feeding(client) if client.rank >= 0 else ():
+            if (client.writer, block.id) not in self._fetched:
+                self._fetched.add((client.writer, block.id))
+                self._fetch(client, block)
+        return super().add(client, step, parts)
+
+    def _fetch(self, client: SimulatedClient, block: Block) -> None:
+        """Begin with what the servers have of the checkpoint."""
+        found: Floats | None = None
+        for server in client.cluster.servers:
+            low, high = block.range(server.number)
+            saved = server.role._residuals._saved
+            if saved is None or high == low:
+                continue
+            if (block.group, client.rank) in server.shard.unclaimed:
+                part = saved.read(block.id, client.rank, low, high - low).values
+                server.shard.sessions.by_client[client.id].feeds_back = True
+                if part is not None:
+                    found = np.zeros(block.size, np.float32) if found is None else found
+                    found[low:high] = part
+        if found is not None:
+            assert client.steps.encoder is not None
+            client.steps.encoder.begin(block, found)
+
+
+def saved(setting: Setting) -> Workload:
+    return Workload(Counting(setting.writers), SavedTensors(setting.seed))
+
+
+class HearsOfCuts(SimulatedClient):
+    """A client that a server asks for its residuals."""
 
     def received(self, stream: Stream, frame: Frame) -> None:
         try:
@@ -168,51 +207,25 @@ class ResidualClient(EncodedClient):
         except msgspec.MsgspecError:
             super().received(stream, frame)
             return
-        encoder = self.encoder
+        encoder = encoder_of(self)
         if self.alive and encoder is not None:
             for client, last in wanted.clients:
                 assert client == self.id
                 encoder.cut_at(wanted.cut, last)
 
-    def _parts(self, step: GroupStep) -> Any:
-        for block in self.feeding if self.rank >= 0 else ():
-            if block.id not in self._fetched:
-                self._fetched.add(block.id)
-                self._fetch(block)
-        return super()._parts(step)
 
-    def _fetch(self, block: Block) -> None:
-        """Begin with what the servers have of the checkpoint."""
-        found: Floats | None = None
-        for server in self.cluster.servers:
-            low, high = block.range(server.number)
-            saved = server.role._residuals._saved
-            if saved is None or high == low:
-                continue
-            if (block.group, self.rank) in server.shard.unclaimed:
-                part = saved.read(block.id, self.rank, low, high - low).values
-                server.shard.sessions.by_client[self.id].feeds_back = True
-                if part is not None:
-                    found = np.zeros(block.size, np.float32) if found is None else found
-                    found[low:high] = part
-        if found is not None:
-            assert self.steps.encoder is not None
-            self.steps.encoder.begin(block, found)
-
-
-class ResidualWorker(ResidualClient, EncodedWorker):
+class ResidualWorker(HearsOfCuts, SimulatedWorker):
     """Steps through its clocks."""
 
 
-class ResidualReader(ResidualClient, EncodedReader):
+class ResidualReader(HearsOfCuts, SimulatedReader):
     """Belongs to no rank: its residual is in no checkpoint."""
 
 
-class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
+class SimulatedResidualResumes(SimulatedResumes):
     """Writes checkpoints all the time, is lost once, and goes on.
 
     Attributes:
-        captured: by cut and rank, the writer whose residual was copied for it.
         seen: how often what is judged has happened.
     """
 
@@ -224,16 +237,21 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
         scenario: Scenario = arguments[1]
         # Else a part would have pushes that one of the shards before had dropped, and one not.
         self.same_servers = getattr(scenario.consistency, "drop_after", None) is not None
-        self.captured: dict[tuple[int, int], int] = {}
         self.seen: Counter[str] = Counter()
         self._cut = 0
         super().__init__(*arguments, **options)
+
+    @property
+    def tensors(self) -> SavedTensors:
+        _, tensors = self.workload.parameters
+        assert isinstance(tensors, SavedTensors)
+        return tensors
 
     def _crash(self) -> None:
         plan = self.checkpoint_plan  # of what is written since, nothing is read
         self.checkpoint_plan = msgspec.structs.replace(plan, every_s=AFTERWARDS_S)
         if not self.done:
-            self.told.clear()  # of the shards that end now
+            self.tensors.told.clear()  # of the shards that end now
         super()._crash()
         if self.fell_to is not None:
             with Checkpoint(self.disk, self.fell_to) as saved:
@@ -242,43 +260,32 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
     def check(self) -> None:
         """As `SimulatedResumes.check`; and what shards hold is the sum of the gradients that they
         have applied, less what those left out who push now, or who were lost with it."""
-        SimulatedResumes.check(self)
-        wrong = [
-            text
-            for block in self.blocks.values()
-            for server in self.servers
-            if block.push_codec is not None
-            for text in self._wrong_sums(block, server)
-        ]
+        super().check()
+        held = self.tensors.held(self)
+        wrong = [text for _, *part in held for text in self._wrong_sums(*part)]
         if wrong:
-            codecs = ", ".join(map(repr, self._encoding.codecs.values()))
+            codecs = ", ".join(map(repr, self.tensors.codecs.values()))
             raise Violation("\n  ".join([f"{self.again}, with {codecs}", *wrong]))
 
-    def _wrong_sums(self, block: Block, server: SimulatedServer) -> list[str]:
-        held = server.shard.blocks.get(block.id)
+    def _wrong_sums(self, block: Block, shard: int, values: Floats) -> list[str]:
         (widest,) = (b for b in self.blocks.values() if b.pieces[0].name == "wide")
-        place = Part(widest.id, server.number)
-        if not isinstance(held, ShardBlock) or not held.size or place not in self.history.final:
+        place = Part(widest.id, shard)
+        if place not in self.history.final:
             return []
-        low, high = block.range(server.number)
+        low, high = block.range(shard)
         row = self.history.final[place]
         pushes = row.pushes
         if not row.sound or row.counts != tuple(each.bit_count() for each in pushes):
             self.seen["torn, on other servers"] += 1  # elements of a part have different pushes
             return []
-        wanted, applied = np.zeros(high - low, np.float64), 0
-        for call in self.history.calls:
-            there = call.push is not None and pushes[call.writer] >> call.push & 1
-            if there and widest.id in call.blocks and call.push is not None:
-                push = Pushed(call.writer, call.rank, call.push, call.clock)
-                wanted += self._encoding.gradient(block, push)[0][low:high]
-                applied += 1
+        wanted, applied = self.tensors.applied(self, block, shard, pushes)
         taken = self._taken_over(block)
         begun = self._went_on(block, low, high, pushes)
         for client in self.clients:
-            encoder = getattr(client, "encoder", None)
+            encoder = encoder_of(client)
             if encoder is None:
                 continue
+            assert isinstance(encoder, RemembersChanges)
             left = np.zeros(high - low, np.float64)
             if client.writer not in taken:
                 if client.writer in begun:
@@ -289,21 +296,15 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
             wanted -= left
             if client.alive:
                 self._compare_own(encoder, block, low, high, left)
-        off = np.abs(held.value - wanted)
-        if not (off > ROUNDING * LARGEST * max(applied, 1)).any():
-            return []
-        at = int(off.argmax())
-        return [
-            f"block {block.id} on shard {server.number}: element {low + at} is {held.value[at]}, "
-            f"and {applied} gradients less the residuals are {wanted[at]}"
-        ]
+        text = off_by(values, wanted, applied)
+        return [f"block {block.id} on shard {shard}: {text}"] if text else []
 
     def _went_on(self, block: Block, low: int, high: int, pushes: Sequence[int]) -> set[int]:
         """Writers that have gone on with a residual of the checkpoint on a shard: not one that
         ended before the shard had a push of it, if the next one of its rank has."""
         found, last = set[int](), dict[int, int]()
         for client in self.clients:
-            encoder = getattr(client, "encoder", None)
+            encoder: Any = encoder_of(client)
             began = None if encoder is None else encoder.begun.get(block.id)
             if began is not None and began[low:high].any():
                 last[client.rank] = client.writer
@@ -325,7 +326,7 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
         """Writers of before whose residual is in that of a client of now."""
         taken = set[int]()
         paths = {each.path for each in self.fell_to.files} if self.fell_to is not None else set()
-        for (cut, rank), writer in self.captured.items():
+        for (cut, rank), writer in self.tensors.captured_of.items():
             path = residual_path(block.spec.group_name, block.id, rank)
             there = any(each.endswith(f"/{path}") for each in paths)
             if cut == self._cut and writer in self.lost and there:
@@ -335,7 +336,7 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
                     for client in self.clients
                     if client.writer not in self.lost
                     and client.rank == heir
-                    and block.id in getattr(client.encoder, "begun", ())
+                    and block.id in getattr(encoder_of(client), "begun", ())
                 ]
                 if heirs:
                     taken.add(writer)
@@ -347,6 +348,7 @@ class SimulatedResidualResumes(SimulatedResumes, SimulatedEncoded):
 def resumed_with_residuals(seed: int, **options: Any) -> SimulatedResidualResumes:
     """Run one seed and check it."""
     plain: dict[str, Any] = {"workers": 2, "steps": 24, "restarts": True, "others": ()}
+    plain["workload"] = saved
     options = {**plain, "faults": FAULTS, "links": "tcp", **options}
     cluster = SimulatedResidualResumes(seed, Scenario(**options))
     cluster.run()

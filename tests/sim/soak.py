@@ -23,10 +23,10 @@ from tests.sim.resumes import CASES, resumed
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
 from paramserve.testing.counting import counting
-from paramserve.testing.encoded import SimulatedEncoded
+from paramserve.testing.encoded import encoded
 from paramserve.testing.encoded_rows import encoded_table
-from paramserve.testing.halves import SimulatedHalves
-from paramserve.testing.local_steps import SimulatedLocalSteps
+from paramserve.testing.halves import halves
+from paramserve.testing.local_steps import own_steps
 from paramserve.testing.row_counting import table, table_beside_tensors
 from paramserve.testing.workload import Composed
 
@@ -64,25 +64,17 @@ class Lost(NamedTuple):
     """The seed behind the last."""
 
 
-OTHERS: dict[str, type[SimulatedCluster]] = {
-    "halves": SimulatedHalves,
-    "own_steps": SimulatedLocalSteps,
-}
-
-
-def kind_of(chunk: Chunk) -> type[SimulatedCluster]:
-    """What is simulated."""
-    if chunk.other:
-        return OTHERS[chunk.other]
-    return SimulatedEncoded if chunk.encoded and not chunk.tables else SimulatedCluster
+OTHERS: dict[str, Composed] = {"halves": halves, "own_steps": own_steps}
 
 
 def workload_of(chunk: Chunk) -> Composed:
     """What the clients train: with a second group, the table is that."""
+    if chunk.other:
+        return OTHERS[chunk.other]
+    if chunk.encoded:
+        return encoded_table if chunk.tables else encoded
     if not chunk.tables:
         return counting
-    if chunk.encoded:
-        return encoded_table
     return table_beside_tensors if chunk.second else table
 
 
@@ -105,8 +97,8 @@ def run_lost(chunk: Lost) -> tuple[int, int, str]:
 
 
 def run_policy(chunk: Chunk) -> tuple[int, int, str]:
-    kind = kind_of(chunk)
-    policies = OWN_STEPS if kind is SimulatedLocalSteps else POLICIES
+    workload = workload_of(chunk)
+    policies = OWN_STEPS if workload is own_steps else POLICIES
     name, first = chunk.policy, chunk.first
     events = 0
     for seed in range(first, chunk.stop):
@@ -115,14 +107,14 @@ def run_policy(chunk: Chunk) -> tuple[int, int, str]:
             workers=chunk.workers,
             consistency=policies[name],
             slow_readers=chunk.slow_readers,
-            workload=workload_of(chunk),
+            workload=workload,
         )
         if policies is OWN_STEPS:
             scenario = replace(scenario, others=())
         if chunk.second:
             second = POLICIES[chunk.second]
             scenario = replace(scenario, second=second, others=())
-        cluster = kind(seed, scenario)
+        cluster = SimulatedCluster(seed, scenario)
         try:
             cluster.run()
             cluster.check()

@@ -13,14 +13,8 @@ from tests.sim.policies import TABLE_POLICIES
 from paramserve.codecs import Codec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.encoded import (
-    EncodedClient,
-    SimulatedEncoded,
-    readers_have_what_was_told,
-    replay,
-    sums_are_those_of_the_gradients,
-)
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve.testing.encoded import EncodedTensors, encoded, encoder_of
 
 SEEDS = 6
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
@@ -29,11 +23,21 @@ FOUND_WITHIN = 20
 """Seeds after which a planted bug has been found; the rarest showed first at seed 3."""
 
 
+def simulated(seed: int) -> tuple[SimulatedCluster, EncodedTensors]:
+    """A cluster that has run one seed, and what it has trained with codecs."""
+    policy = POLICIES["async-drop"]
+    scenario = Scenario(consistency=policy, faults=FAULTS, links="tcp", workload=encoded)
+    cluster = SimulatedCluster(seed, scenario)
+    cluster.run()
+    (tensors,) = (e for e in cluster.workload.parameters if isinstance(e, EncodedTensors))
+    return cluster, tensors
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeds_of_encoded_gradients_keep_every_invariant(policy: str) -> None:
     for seed in range(SEEDS):
         servers, links = 1 + seed % 3, "tcp" if seed % 2 else "mixed"
-        replay(seed, consistency=POLICIES[policy], servers=servers, links=links)
+        replay(seed, workload=encoded, consistency=POLICIES[policy], servers=servers, links=links)
 
 
 def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
@@ -42,22 +46,20 @@ def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
     seen: Counter[str] = Counter()
     kinds: set[type[Codec]] = set()
     for seed in range(8):
-        scenario = Scenario(consistency=POLICIES["async-drop"], faults=FAULTS, links="tcp")
-        cluster = SimulatedEncoded(seed, scenario)
-        cluster.run()
+        cluster, tensors = simulated(seed)
         cluster.check()
-        kinds |= {type(each) for each in cluster._encoding.codecs.values()}
+        kinds |= {type(each) for each in tensors.codecs.values()}
         for client in cluster.clients:
-            assert isinstance(client, EncodedClient)
-            if client.encoder is not None:
-                seen["encoded"] += len(client.encoder.pushes)
-                seen["on their way"] += len(client.encoder.open)
-                seen["of successors"] += len(client.encoder.pushes) * (client.incarnation > 1)
+            encoder = encoder_of(client)
+            if encoder is not None:
+                seen["encoded"] += len(encoder.pushes)
+                seen["on their way"] += len(encoder.open)
+                seen["of successors"] += len(encoder.pushes) * (client.incarnation > 1)
         for call in cluster.history.calls:
             seen["dropped"] += call.skipped
             seen["dropped by some"] += bool(call.dropped)
             seen["refused"] += bool(call.error)
-        for told in cluster.told.values():
+        for told in tensors.told.values():
             seen["told"] += len(told.by_position)
             seen["begun anew"] += len({each.stream for each in told.by_position}) - 1
         for client in cluster.clients:
@@ -74,10 +76,8 @@ def test_planted_bug_of_error_feedback_is_found(
 ) -> None:
     plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        scenario = Scenario(consistency=POLICIES["async-drop"], faults=FAULTS, links="tcp")
-        cluster = SimulatedEncoded(seed, scenario)
-        cluster.run()
-        if sums_are_those_of_the_gradients(cluster):
+        cluster, tensors = simulated(seed)
+        if tensors.sums_are_those_of_the_gradients(cluster):
             with pytest.raises(Violation, match="sums_are_those_of_the_gradients: block"):
                 cluster.check()
             return
@@ -90,10 +90,8 @@ def test_planted_bug_of_delta_streams_is_found(
 ) -> None:
     plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        scenario = Scenario(consistency=POLICIES["async-drop"], faults=FAULTS, links="tcp")
-        cluster = SimulatedEncoded(seed, scenario)
-        cluster.run()
-        if readers_have_what_was_told(cluster):
+        cluster, tensors = simulated(seed)
+        if tensors.readers_have_what_was_told(cluster):
             with pytest.raises(Violation):  # of this, or first of what comes of it
                 cluster.check()
             return

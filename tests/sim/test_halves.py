@@ -13,8 +13,8 @@ from tests.sim.policies import TABLE_POLICIES
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.block import ShardBlock
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.halves import SimulatedHalves, nearest, replay
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve.testing.halves import halves, nearest
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 LINKS = ("mixed", "tcp", "shared")
@@ -23,27 +23,22 @@ FOUND_WITHIN = 5
 """Seeds after which a planted bug has been found; all showed at seed 0."""
 
 
-def run_seed(policy: str, seed: int) -> SimulatedHalves:
-    links: Any = LINKS[seed % 3]
-    found = replay(seed, consistency=POLICIES[policy], servers=1 + seed % 2, links=links)
-    assert isinstance(found, SimulatedHalves)
-    return found
-
-
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seeds_of_16_bits_keep_every_invariant(policy: str, seed: int) -> None:
-    run_seed(policy, seed)
+    servers, links = 1 + seed % 2, LINKS[seed % 3]
+    replay(seed, workload=halves, consistency=POLICIES[policy], servers=servers, links=links)
 
 
 def test_seeds_of_16_bits_have_what_is_judged() -> None:
     """Deaths, gradients that are dropped and sent again, and sums that 16 bits do not hold."""
     seen: Counter[str] = Counter()
     for seed in range(3):
-        scenario = Scenario(consistency=Async(drop_after=1), faults=FAULTS, links=LINKS[seed % 3])
-        cluster = SimulatedHalves(seed, scenario)
+        policy, links = Async(drop_after=1), LINKS[seed % 3]
+        scenario = Scenario(consistency=policy, faults=FAULTS, links=links, workload=halves)
+        cluster = SimulatedCluster(seed, scenario)
         history = cluster.run()
         cluster.check()
         seen["killed"] += sum(client.dead for client in cluster.clients)
@@ -146,13 +141,15 @@ def test_planted_bug_of_16_bits_is_found(
 ) -> None:
     plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        cluster = SimulatedHalves(seed, Scenario(consistency=policy, faults=Faults()))
+        scenario = Scenario(consistency=policy, faults=Faults(), workload=halves)
+        cluster = SimulatedCluster(seed, scenario)
         try:
             cluster.run()
             cluster.check()
         except Violation as violation:
             lines = str(violation).splitlines()
-            assert f"halves.replay(seed={seed}" in lines[0]
+            assert f"replay(seed={seed}," in lines[0]
+            assert "halves.halves" in lines[0]
             assert checker in {line.split(":")[0].strip() for line in lines[1:]}
             return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

@@ -18,20 +18,27 @@ from paramserve.core import collecting, commit
 from paramserve.core.block import ShardBlock
 from paramserve.core.events import Effects, Event, MembersChanged
 from paramserve.core.shard import Shard
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.local_steps import LocalWorker, SimulatedLocalSteps, replay
+from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve.testing.local_steps import LocalWorker, own_steps
 
 LINKS = ("mixed", "tcp", "shared")
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, kill=0.02, partition=0.02, join=0.01)
 FOUND_WITHIN = 5
 """Seeds after which a planted bug has been found; all showed at seed 0."""
 
-Plant = Callable[[pytest.MonkeyPatch], type[SimulatedLocalSteps]]
+Plant = Callable[[pytest.MonkeyPatch], type[SimulatedCluster]]
+
+
+def scenario_of(policy: str) -> Scenario:
+    """With faults."""
+    consistency = OWN_STEPS[policy]
+    return Scenario(consistency=consistency, faults=FAULTS, others=(), workload=own_steps)
 
 
 def run_seed(policy: str, seed: int) -> None:
     links: Any = LINKS[seed % 3]
-    replay(seed, consistency=OWN_STEPS[policy], servers=1 + seed % 3, links=links)
+    options = {"workload": own_steps, "others": (), "links": links}
+    replay(seed, consistency=OWN_STEPS[policy], servers=1 + seed % 3, **options)
 
 
 @pytest.mark.parametrize("policy", OWN_STEPS)
@@ -52,8 +59,7 @@ def test_seeds_of_own_steps_have_what_is_judged() -> None:
     seen: Counter[str] = Counter()
     for seed in range(3):
         for policy in ("fragments", "local-backup", "async-drop"):
-            scenario = Scenario(consistency=OWN_STEPS[policy], faults=FAULTS, others=())
-            cluster = SimulatedLocalSteps(seed, scenario)
+            cluster = SimulatedCluster(seed, scenario_of(policy))
             history = cluster.run()
             cluster.check()
             seen["killed"] += sum(client.dead for client in cluster.clients)
@@ -76,19 +82,19 @@ def test_seeds_of_own_steps_have_what_is_judged() -> None:
 # --- bugs that own steps could have --------------------------------------------------------------
 
 
-def exchange_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def exchange_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     planted_sessions.no_duplicate_filter(monkeypatch)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def late_exchange_is_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def late_exchange_is_applied(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     planted.late_step_applied(monkeypatch)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
 def momentum_is_renewed_one_push_early(
     monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedLocalSteps]:
+) -> type[SimulatedCluster]:
     """The first gradient is taken for the second of the `pushes` of `DelayedNesterov`."""
     apply = ShardBlock.apply
 
@@ -98,10 +104,10 @@ def momentum_is_renewed_one_push_early(
         apply(block, *given, **more)
 
     monkeypatch.setattr(ShardBlock, "apply", early)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def dropped_exchanges_are_counted(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def dropped_exchanges_are_counted(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """What a policy drops counts as one of the `pushes` of `DelayedNesterov`."""
     on_push = built_in.Async.on_push
 
@@ -122,22 +128,22 @@ def dropped_exchanges_are_counted(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 
     monkeypatch.setattr(built_in.Async, "on_push", counts)
     monkeypatch.setattr(ShardBlock, "apply", late)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def mean_is_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def mean_is_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The differences of a clock are divided by the workers of the beginning, whoever came."""
     monkeypatch.setattr(built_in.Sync, "scale", lambda policy, weight: 1.0 / 3)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def nan_skips_the_whole_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def nan_skips_the_whole_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """What one worker has changed to NaN costs the others their exchange."""
     monkeypatch.setattr(collecting, "_without_nonfinite", lambda epoch, held: [])
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def mean_counts_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def mean_counts_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The differences without NaN are divided by the weight of all."""
     decide = commit.decide
 
@@ -147,19 +153,19 @@ def mean_counts_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> type[Simula
         return structs.replace(decision, scale=1.0 / whole) if decision.contributors else decision
 
     monkeypatch.setattr(commit, "decide", all_of)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
-def each_shard_leaves_out_its_own(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def each_shard_leaves_out_its_own(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The lead goes by the list of one shard of those that are left out."""
     left_in = commit._left_in
     monkeypatch.setattr(commit, "_left_in", lambda parts: left_in(parts[:1]))
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
 def momentum_is_forgotten_with_a_worker(
     monkeypatch: pytest.MonkeyPatch,
-) -> type[SimulatedLocalSteps]:
+) -> type[SimulatedCluster]:
     """The outer rule begins again when the membership changes."""
 
     class Forgets(Shard):
@@ -170,10 +176,10 @@ def momentum_is_forgotten_with_a_worker(
                         state.fill(0.0)
             return super().step(event, now)
 
-    return type("Planted", (SimulatedLocalSteps,), {"shard_type": Forgets})
+    return type("Planted", (SimulatedCluster,), {"shard_type": Forgets})
 
 
-def base_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLocalSteps]:
+def base_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A worker says that its exchange is based on what it read first."""
     read = Steps.read_versions
 
@@ -182,7 +188,7 @@ def base_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedLoc
             read(steps, group, operation)
 
     monkeypatch.setattr(Steps, "read_versions", first)
-    return SimulatedLocalSteps
+    return SimulatedCluster
 
 
 @pytest.mark.parametrize(
@@ -205,14 +211,13 @@ def test_planted_bug_of_own_steps_is_found(
 ) -> None:
     kind = plant(monkeypatch)
     for seed in range(FOUND_WITHIN):
-        scenario = Scenario(consistency=OWN_STEPS[policy], faults=FAULTS, others=())
-        cluster = kind(seed, scenario)
+        cluster = kind(seed, scenario_of(policy))
         try:
             cluster.run()
             cluster.check()
         except Violation as violation:
             first, *lines = str(violation).splitlines()
             found = {line.split(":")[0].strip() for line in lines}
-            if checker in found and f"local_steps.replay(seed={seed}" in first:
+            if checker in found and f"replay(seed={seed}," in first and "own_steps" in first:
                 return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

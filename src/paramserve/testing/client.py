@@ -11,7 +11,7 @@ from msgspec import structs
 
 from paramserve.client.step_parts import StepOptions, StepParts
 from paramserve.client.steps import offset_of
-from paramserve.client.ticket import Outcome, Ticket
+from paramserve.client.ticket import Ticket
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import PolicyTraits
@@ -152,7 +152,7 @@ class SimulatedClient(ClientProcess):
                     self._pushes[group] += 1
                 pulls.append(read)
                 step = GroupStep(what, group, pushed, read, which, options, spoiled, wrong, samples)
-                parts.append(self._parts(step))
+                parts.append(self.workload.parts(self, step))
                 self._planned[group] = step
             for ticket, part, read in zip(self.steps.send(parts), parts, pulls, strict=True):
                 assert ticket.operation is not None
@@ -183,7 +183,7 @@ class SimulatedClient(ClientProcess):
                 if operation in tickets:
                     ticket, parts, read = tickets[operation]
                     if operation.error is None:
-                        self._read(call, ticket.result(), read, parts)
+                        self.workload.record(self, call, ticket.result(), read, parts)
                     self.steps.error_was_read(ticket)
                     ticket.release()
                 self._complete(group, call, operation)
@@ -196,14 +196,6 @@ class SimulatedClient(ClientProcess):
         """Of what is pushed or read, that of a group."""
         alone = len(self.cluster.histories) == 1
         return [each for each in chosen if alone or each.group_name == group]
-
-    def _parts(self, step: GroupStep) -> StepParts:
-        """What is sent of a step."""
-        return self.workload.parts(self, step)
-
-    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
-        """Tell the history what was read."""
-        self.workload.record(self, call, outcome, pull, parts)
 
     def sending(
         self, requests: Sequence[ShardRequest], operation: Operation

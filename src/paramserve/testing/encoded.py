@@ -11,10 +11,10 @@ what their server has told, and the newest of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +33,21 @@ from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block
-from paramserve.core.shard import Shard
 from paramserve.core.table.block import KeyedBlock
-from paramserve.messages import BlockSpec, Done, Joined, Piece, PlaceBlock
-from paramserve.rules import Add
+from paramserve.messages import Done, Piece, PlaceBlock
 from paramserve.rules.compiled import compiled
 from paramserve.testing import delta_pulls
-from paramserve.testing.checkers import Violation
 from paramserve.testing.counting import Counting
 from paramserve.testing.delta_pulls import Told, WatchedStream, digest, judge_readers
-from paramserve.testing.history import Call, Part, Row
-from paramserve.testing.scripts import ScriptedClient, SimulatedReader, SimulatedWorker
-from paramserve.testing.simulated import SimulatedCluster, rerun
-from paramserve.testing.workload import GroupStep, Pushed, Setting, Workload
+from paramserve.testing.history import Call, Part
+from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
+if TYPE_CHECKING:
+    from paramserve.testing.client import SimulatedClient
+    from paramserve.testing.process import ClientProcess
+    from paramserve.testing.simulated import SimulatedCluster
+
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Exact = npt.NDArray[np.float64]
 
@@ -68,65 +69,6 @@ ROUNDING = 1e-6
 rounds. A residual that is lost or counted twice is off by far more: the finest codec leaves out up
 to 1/254 of the largest.
 """
-
-
-class EncodedCounting(Counting):
-    """Counting blocks, and blocks with a codec beside them.
-
-    Attributes:
-        codecs, pulls: of gradients and of values, by name of the block.
-    """
-
-    rule = Add()
-
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers)
-        self.codecs: dict[str, Codec] = {}
-        self.pulls: dict[str, Codec] = {}
-        elements = SPLIT_BYTES_MIN // 4
-        self.encoded: dict[str, tuple[Piece, ...]] = {
-            "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
-            "split": (Piece("split.a", (3, 100)), Piece("split.b", (elements,))),
-        }
-        self.blocks = {**self.blocks, **self.encoded}
-
-    def prepare(self) -> None:
-        super().prepare()
-        load_codecs()
-        compiled().prepare(np.dtype(np.float32))
-        self.rule.prepare(np.dtype(np.float32))
-
-    def draw(self, seed: int) -> None:
-        """Choose the codecs of a run."""
-        random = Random(f"codecs {seed}")
-        even_local = random.random() < 0.7
-        for name in self.encoded:
-            self.codecs[name] = random.choice(CODECS)(even_local=even_local)
-            self.pulls[name] = delta_pulls.drawn(random)
-
-    def gradient(self, block: Block, push: Pushed) -> tuple[Floats, tuple[int, ...] | None]:
-        """The gradient of one push for a block with a codec: [size], and its active pieces."""
-        drawn = np.random.default_rng((block.id, push.writer, push.number))
-        values = drawn.integers(-LARGEST, LARGEST, block.size, endpoint=True).astype(np.float32)
-        active = ((0,), (1,), None, None, None)[drawn.integers(5)]
-        if active is not None:
-            (gone,) = {0, 1} - set(active)
-            values[block.starts[gone] : block.starts[gone + 1]] = 0.0
-        return values, active
-
-    def rows(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, Row]]:
-        return [] if _is_encoded(block) else super().rows(block, shard, shards)
-
-    def masks(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, tuple[int, ...]]]:
-        return [] if _is_encoded(block) else super().masks(block, shard, shards)
-
-
-def _is_encoded(block: ShardBlock | KeyedBlock) -> bool:
-    return isinstance(block, ShardBlock) and block.spec.push is not None
 
 
 class WatchedEncoder(Encoder):
@@ -173,202 +115,199 @@ class WatchedEncoder(Encoder):
         super().answered(encoded, operation)
 
 
-class EncodedClient(ScriptedClient):
-    """A client that pushes to blocks with a codec whenever it pushes to the widest counting one."""
-
-    @property
-    def every(self) -> list[Any]:
-        """All counting blocks: of the others each push is beside one of these."""
-        return [each for each in self.blocks.values() if each.push_codec is None]
-
-    @property
-    def encoded(self) -> EncodedCounting:
-        """What it pushes."""
-        (found,) = self.cluster.workload.parameters
-        assert isinstance(found, EncodedCounting)
-        return found
-
-    @property
-    def encoder(self) -> WatchedEncoder | None:
-        """None: it has never come as far as to have one."""
-        steps = getattr(self, "steps", None)
-        encoder = None if steps is None else steps.encoder
-        assert encoder is None or isinstance(encoder, WatchedEncoder)
-        return encoder
-
-    def _begin_steps(self, joined: Joined) -> None:
-        super()._begin_steps(joined)
-        self.steps.encoder = WatchedEncoder(self.rank, self.exchange.take_each)
-
-    def _placing(self, name: str) -> PlaceBlock:
-        placing = super()._placing(name)
-        if name not in self.encoded.encoded:
-            return placing
-        push, pull = spec(self.encoded.codecs[name]), spec(self.encoded.pulls[name])
-        return structs.replace(placing, dtype="float32", push=push, pull=pull)
-
-    def _parts(self, step: GroupStep) -> StepParts:
-        parts = super()._parts(step)
-        if step.pull:
-            read = [self.blocks[name] for name in self.encoded.encoded]
-            parts = structs.replace(parts, pull=[*parts.pull, *read])
-        widest = self.blocks["wide"]
-        if step.which is None or widest not in step.push:
-            return parts
-        assert self.encoder is not None
-        more: list[tuple[BlockPush, Slot]] = []
-        for name in self.encoded.encoded:
-            block = self.blocks[name]
-            slot = self.exchange.take(block.nbytes)
-            values = slot.array(block)
-            values[:], active = self.encoded.gradient(block, step.which)
-            push = BlockPush(block, values, active)
-            self.encoder.planned[push] = step.which.number
-            more.append((push, slot))
-        return structs.replace(parts, pushes=[*more, *parts.pushes])
-
-    def _read(self, call: Call, outcome: Outcome, pull: Sequence[Any], parts: StepParts) -> None:
-        super()._read(call, outcome, pull, parts)
-        assert isinstance(self.cluster, SimulatedEncoded)
-        for (number, shard), told in self.cluster.told.items():
-            low, high = self.cluster.blocks[number].range(shard)
-            if number in outcome.values and high > low:
-                found = digest(outcome.values[number][low:high])
-                if found not in told.by_position.values():
-                    told.wrong.append(f"writer {self.writer} has read values that were not told")
+def encoder_of(client: ClientProcess) -> WatchedEncoder | None:
+    """A client's encoder; None: it has never come as far as to have one."""
+    steps = getattr(client, "steps", None)
+    encoder = None if steps is None else steps.encoder
+    assert encoder is None or isinstance(encoder, WatchedEncoder)
+    return encoder
 
 
-class EncodedShard(Shard):
-    """Remembers what it tells."""
-
-    cluster: SimulatedEncoded
-
-    def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
-        block = super().new_block(spec, attempt)
-        if isinstance(block, ShardBlock) and block.stream is not None:
-            block.stream = self.cluster.watched(self.number, block)
-        return block
-
-
-class EncodedWorker(EncodedClient, SimulatedWorker):
-    """Steps through its clocks, with gradients that are encoded."""
-
-
-class EncodedReader(EncodedClient, SimulatedReader):
-    """Belongs to no rank, and pushes gradients that are encoded."""
-
-
-class SimulatedEncoded(SimulatedCluster):
-    """A simulated cluster whose clients push gradients that codecs encode, by the seed.
+class EncodedTensors(Parameters):
+    """Tensors with a codec, to which clients push whenever they push to the widest counting one.
 
     Its policies may not multiply gradients by anything: `Sync(reduce="sum")`, `Async()` and
     `BoundedStaleness`.
+
+    Attributes:
+        codecs, pulls: of gradients and of values, by name of the block, chosen by the seed.
+        told: by block and shard, what a shard has told of the values.
     """
 
-    worker_type = EncodedWorker
-    reader_type = EncodedReader
-    shard_type = EncodedShard
-    replayed_by = "paramserve.testing.encoded.replay"
-
-    def _new_workload(self, setting: Setting) -> Workload:
+    def __init__(self, seed: int) -> None:
+        elements = SPLIT_BYTES_MIN // 4
+        self.blocks = {
+            "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
+            "split": (Piece("split.a", (3, 100)), Piece("split.b", (elements,))),
+        }
+        self._seed = seed
+        random = Random(f"codecs {seed}")
+        even_local = random.random() < 0.7
+        self.codecs: dict[str, Codec] = {}
+        self.pulls: dict[str, Codec] = {}
+        for name in self.blocks:
+            self.codecs[name] = random.choice(CODECS)(even_local=even_local)
+            self.pulls[name] = delta_pulls.drawn(random)
         self.told: dict[tuple[int, int], Told] = {}
-        """By block and shard."""
-        workload = EncodedCounting(setting.writers)
-        workload.draw(setting.seed)
-        return Workload(workload)
 
-    def check(self) -> None:
-        super().check()
-        for invariant in (sums_are_those_of_the_gradients, readers_have_what_was_told):
-            wrong = invariant(self)
-            if wrong:
-                used = (*self._encoding.codecs.values(), *self._encoding.pulls.values())
-                found = [f"{invariant.__name__}: {text}" for text in wrong]
-                raise Violation("\n  ".join([f"{self.again}, with {[*used]}", *found]))
+    def prepare(self) -> None:
+        load_codecs()
+        compiled().prepare(self.dtype)
+        self.rule.prepare(self.dtype)
 
-    def new_shard(self, number: int) -> Shard:
-        shard = super().new_shard(number)
-        assert isinstance(shard, EncodedShard)
-        shard.cluster = self
-        return shard
+    # --- clients ------------------------------------------------------------------------
 
-    def watched(self, shard: int, block: ShardBlock) -> WatchedStream:
-        """The stream of a block that a shard makes."""
+    def joined(self, client: SimulatedClient) -> None:
+        client.steps.encoder = WatchedEncoder(client.rank, client.exchange.take_each)
+
+    def placing(self, client: SimulatedClient, name: str, placing: PlaceBlock) -> PlaceBlock:
+        push, pull = spec(self.codecs[name]), spec(self.pulls[name])
+        return structs.replace(placing, push=push, pull=pull)
+
+    def gradient(self, block: Block, push: Pushed) -> tuple[Floats, tuple[int, ...] | None]:
+        """The gradient of one push, [size], and its active pieces."""
+        drawn = np.random.default_rng((block.id, push.writer, push.number))
+        values = drawn.integers(-LARGEST, LARGEST, block.size, endpoint=True).astype(np.float32)
+        active = ((0,), (1,), None, None, None)[drawn.integers(5)]
+        if active is not None:
+            (gone,) = {0, 1} - set(active)
+            values[block.starts[gone] : block.starts[gone + 1]] = 0.0
+        return values, active
+
+    def fill(self, slot: Array, block: Block, push: Pushed) -> tuple[int, ...] | None:
+        slot[:], active = self.gradient(block, push)
+        return active
+
+    def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
+        own = [client.blocks[name] for name in self.blocks]
+        pulls, pushes = [*parts.pull, *(own if step.pull else ())], [*parts.pushes]
+        if step.which is not None and client.blocks["wide"] in step.push:
+            encoder = encoder_of(client)
+            assert encoder is not None
+            more = [self.captured(client, block, step.which) for block in own]
+            encoder.planned.update((push, step.which.number) for push, _ in more)
+            pushes = more + pushes
+        return structs.replace(parts, pushes=pushes, pull=pulls)
+
+    def record(
+        self,
+        client: SimulatedClient,
+        call: Call,
+        outcome: Outcome,
+        pull: Sequence[Any],
+        parts: StepParts,
+    ) -> None:
+        for (number, shard), told in self.told.items():
+            low, high = client.cluster.blocks[number].range(shard)
+            if number in outcome.values and high > low:
+                found = digest(outcome.values[number][low:high])
+                if found not in told.by_position.values():
+                    told.wrong.append(f"writer {client.writer} has read values that were not told")
+
+    # --- shards -------------------------------------------------------------------------
+
+    def made(self, shard: int, block: ShardBlock | KeyedBlock) -> None:
+        """Watch the stream of its values."""
+        if not isinstance(block, ShardBlock) or block.stream is None:
+            return
         assert isinstance(block.pull_codec, Delta)
         told = self.told.setdefault((block.spec.block, shard), Told())
-        random = Random(f"streams {self.seed} {shard} {block.spec.block} {block.attempt}")
+        random = Random(f"streams {self._seed} {shard} {block.spec.block} {block.attempt}")
         streams = count(STREAMS * (1 + block.attempt))
-        return WatchedStream(block.pull_codec, block.size, streams, told, random)
+        block.stream = WatchedStream(block.pull_codec, block.size, streams, told, random)
 
-    @property
-    def _encoding(self) -> EncodedCounting:
-        (found,) = self.workload.parameters
-        assert isinstance(found, EncodedCounting)
-        return found
+    # --- the end ------------------------------------------------------------------------
+
+    def judge(self, cluster: SimulatedCluster) -> Mapping[str, Sequence[str]]:
+        sums = self.sums_are_those_of_the_gradients(cluster)
+        return {
+            "sums_are_those_of_the_gradients": sums,
+            "readers_have_what_was_told": self.readers_have_what_was_told(cluster),
+        }
+
+    def sums_are_those_of_the_gradients(self, cluster: SimulatedCluster) -> list[str]:
+        """What a shard holds is the sum of the gradients that it has applied, less the residuals of
+        all clients, of those that have died, too.
+
+        The residual of a client that died has what it had sent, which may not have been applied; of
+        one that was fenced not what may have been. Here it is known which gradients these were.
+        """
+        wrong = []
+        for name, block, shard, values in self.held(cluster):
+            pushes = cluster.history.final[Part(_widest(cluster).id, shard)].pushes
+            wanted, applied = self.applied(cluster, block, shard, pushes)
+            for client in cluster.clients:
+                encoder = encoder_of(client)
+                if encoder is not None:
+                    ended = client.writer in cluster.history.ended
+                    wanted -= _residual(encoder, block, shard, pushes[client.writer], ended)
+            text = off_by(values, wanted, applied)
+            if text:
+                with_ = f"with {self.codecs[name]} and {self.pulls[name]}"
+                wrong.append(f"block {block.id} on shard {shard}, {with_}: {text}")
+        return wrong
+
+    def held(self, cluster: SimulatedCluster) -> Iterator[tuple[str, Block, int, Floats]]:
+        """What shards hold of each block: its name, the block, shard and values."""
+        names = {pieces[0].name: name for name, pieces in self.blocks.items()}
+        for block in cluster.blocks.values():
+            for server in cluster.servers if block.pieces[0].name in names else ():
+                part = server.shard.blocks.get(block.id)
+                if isinstance(part, ShardBlock) and part.size:
+                    yield names[block.pieces[0].name], block, server.number, part.value
+
+    def applied(
+        self, cluster: SimulatedCluster, block: Block, shard: int, pushes: Sequence[int]
+    ) -> tuple[Exact, int]:
+        """The sum of the gradients of some pushes on a shard, and how many these are.
+
+        Args:
+            pushes: masks by writer.
+        """
+        low, high = block.range(shard)
+        widest, total, applied = _widest(cluster), np.zeros(high - low, np.float64), 0
+        for call in cluster.history.calls:
+            if call.push is None or widest.id not in call.blocks:
+                continue
+            if pushes[call.writer] >> call.push & 1:
+                push = Pushed(call.writer, call.rank, call.push, call.clock)
+                total += self.gradient(block, push)[0][low:high]
+                applied += 1
+        return total, applied
+
+    def readers_have_what_was_told(self, cluster: SimulatedCluster) -> list[str]:
+        """What clients have read, and the copies that they have, are bit by bit what a shard has
+        told them at that position of its stream."""
+        wrong = [
+            f"block {block} on shard {shard}: {text}"
+            for (block, shard), told in self.told.items()
+            for text in told.wrong
+        ]
+        for client in cluster.clients:
+            exchange = getattr(client, "exchange", None)
+            if exchange is not None:
+                wrong += judge_readers(exchange.payloads, self.told, f"writer {client.writer}")
+        return wrong
 
 
-def sums_are_those_of_the_gradients(cluster: SimulatedEncoded) -> list[str]:
-    """What a shard holds is the sum of the gradients that it has applied, less the residuals of all
-    clients, of those that have died, too.
-
-    The residual of a client that died has what it had sent, which may not have been applied; of one
-    that was fenced not what may have been. Here it is known which gradients these were.
-    """
-    wrong = []
-    widest = [each for each in cluster.blocks.values() if each.pieces[0].name == "wide"]
-    for block in cluster.blocks.values():
-        for server in cluster.servers if block.push_codec is not None else ():
-            found = server.shard.blocks.get(block.id)
-            if isinstance(found, ShardBlock) and found.size:
-                wrong += _judge(cluster, block, widest[0], server.number, found)
-    return wrong
-
-
-def readers_have_what_was_told(cluster: SimulatedEncoded) -> list[str]:
-    """What clients have read, and the copies that they have, are bit by bit what a shard has told
-    them at that position of its stream."""
-    wrong = [
-        f"block {block} on shard {shard}: {text}"
-        for (block, shard), told in cluster.told.items()
-        for text in told.wrong
-    ]
-    for client in cluster.clients:
-        exchange = getattr(client, "exchange", None)
-        if exchange is not None:
-            wrong += judge_readers(exchange.payloads, cluster.told, f"writer {client.writer}")
-    return wrong
-
-
-def _judge(
-    cluster: SimulatedEncoded, block: Block, widest: Block, shard: int, held: ShardBlock
-) -> list[str]:
-    """What is wrong with the values of one block on one shard."""
-    low, high = block.range(shard)
-    pushes = cluster.history.final[Part(widest.id, shard)].pushes
-    wanted, applied = np.zeros(high - low, np.float64), 0
-    for call in cluster.history.calls:
-        there = call.push is not None and pushes[call.writer] >> call.push & 1
-        if there and widest.id in call.blocks and call.push is not None:
-            push = Pushed(call.writer, call.rank, call.push, call.clock)
-            wanted += cluster._encoding.gradient(block, push)[0][low:high]
-            applied += 1
-    for client in cluster.clients:
-        assert isinstance(client, EncodedClient)
-        if client.encoder is not None:
-            wanted -= _residual(client, client.encoder, block, shard, pushes[client.writer])
-    off = np.abs(held.value - wanted)
-    allowed = ROUNDING * LARGEST * max(applied, 1)
-    if not (off > allowed).any():
-        return []
+def off_by(held: Floats, wanted: Exact, applied: int) -> str:
+    """What is wrong with the values of a block; empty: nothing is."""
+    off = np.abs(held - wanted)
+    if not (off > ROUNDING * LARGEST * max(applied, 1)).any():
+        return ""
     at = int(off.argmax())
-    return [
-        f"block {block.id} on shard {shard}: element {low + at} is {held.value[at]}, and {applied} "
-        f"gradients less the residuals are {wanted[at]}"
-    ]
+    return (
+        f"element {at} of the part is {held[at]}, and {applied} gradients less the residuals are "
+        f"{wanted[at]}"
+    )
+
+
+def _widest(cluster: SimulatedCluster) -> Block:
+    return next(each for each in cluster.blocks.values() if each.pieces[0].name == "wide")
 
 
 def _residual(
-    client: EncodedClient, encoder: WatchedEncoder, block: Block, shard: int, applied: int
+    encoder: WatchedEncoder, block: Block, shard: int, applied: int, ended: bool
 ) -> Exact:
     """What a client has left out of the gradients that a shard has applied."""
     low, high = block.range(shard)
@@ -379,7 +318,7 @@ def _residual(
     for each, change in encoder.open.items():
         if each.block.id == block.id and not applied >> encoder.pushes[each] & 1:
             left -= change[low:high]
-    if client.writer in client.cluster.history.ended:
+    if ended:
         for each, change, untold in encoder.unsure:
             there = applied >> encoder.pushes[each] & 1
             if each.block.id == block.id and shard in untold and there:
@@ -387,6 +326,6 @@ def _residual(
     return left
 
 
-def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
-    """Run one seed with gradients that are encoded again; else as `paramserve.testing.replay`."""
-    return rerun(SimulatedEncoded, seed, log, **options)
+def encoded(setting: Setting) -> Workload:
+    """Tensors that count, and tensors with codecs beside them, which the seed chooses."""
+    return Workload(Counting(setting.writers), EncodedTensors(setting.seed))

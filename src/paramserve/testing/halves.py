@@ -8,24 +8,24 @@ the nearest value of 16 bits, which numpy does here in its own way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
 from paramserve.compiling import load_kernels
-from paramserve.core.block import ShardBlock
 from paramserve.core.partition import HALVES, SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
-from paramserve.rules import Add
-from paramserve.testing.beside import BesideClient, BesideCounting
-from paramserve.testing.checkers import Violation
+from paramserve.testing.beside import Beside
+from paramserve.testing.counting import Counting
 from paramserve.testing.history import Part, Row
-from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
-from paramserve.testing.simulated import SimulatedCluster, rerun
 from paramserve.testing.workload import Pushed, Setting, Workload
+
+if TYPE_CHECKING:
+    from paramserve.testing.client import SimulatedClient
+    from paramserve.testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]
@@ -51,28 +51,28 @@ def nearest(values: Exact, half: str) -> Array:
     return np.asarray(below + up, np.uint16)
 
 
-class HalfCounting(BesideCounting):
-    """Counting blocks, and two of 16 bits."""
+class Halves(Beside):
+    """Tensors of bfloat16 and float16.
 
-    rule = Add()
+    Its policies may not multiply gradients by anything: `Sync(reduce="sum")`, `Async()` and
+    `BoundedStaleness`.
+    """
 
-    def __init__(self, writers: int) -> None:
-        super().__init__(writers)
+    def __init__(self) -> None:
         elements = SPLIT_BYTES_MIN // 4
         blocks = {
             "bfloat16": (Piece("bfloat16.a", (5, 7)), Piece("bfloat16.b", (elements,))),
             "float16": (Piece("float16", (elements,)),),
         }
-        self.stand_beside(blocks, dict.fromkeys(blocks, "wide"))
+        super().__init__(blocks, dict.fromkeys(blocks, "wide"))
         self._drawn: dict[tuple[int, int, int], Exact] = {}
 
     def prepare(self) -> None:
-        super().prepare()
         for half in HALVES:
-            load_kernels(np.dtype(np.float32), self.rule, half)
+            load_kernels(self.dtype, self.rule, half)
 
-    def place(self, name: str, placing: PlaceBlock) -> PlaceBlock:
-        return structs.replace(placing, dtype="float32", half=name)
+    def placing(self, client: SimulatedClient, name: str, placing: PlaceBlock) -> PlaceBlock:
+        return structs.replace(placing, half=name)
 
     def drawn(self, block: Block, writer: int, number: int) -> Exact:
         """The gradient of one push, [size], before it lies in 16 bits; some are 0."""
@@ -85,10 +85,10 @@ class HalfCounting(BesideCounting):
             found = self._drawn[key] = np.ldexp(whole.astype(np.float64), exponents)
         return found
 
-    def gradient(self, block: Block, push: Pushed) -> Array:
+    def fill(self, slot: Array, block: Block, push: Pushed) -> None:
         assert block.spec.half is not None
         exact = self.drawn(block, push.writer, push.number)
-        return nearest(exact, block.spec.half).view(block.dtype)
+        slot[:] = nearest(exact, block.spec.half).view(block.dtype)
 
     def masters(self, block: Block, shard: int, row: Row) -> Exact:
         """What a server's part is where a counting block has these pushes."""
@@ -112,72 +112,29 @@ class HalfCounting(BesideCounting):
             f"{at} as {found[at]:#06x}, where {masters[at]} is {wanted[at]:#06x}"
         ]
 
-
-class HalfWorker(BesideClient, SimulatedWorker):
-    """Steps through its clocks, with parameters of 16 bits."""
-
-
-class HalfReader(BesideClient, SimulatedReader):
-    """Belongs to no rank, and reads and pushes parameters of 16 bits."""
-
-
-class SimulatedHalves(SimulatedCluster):
-    """A simulated cluster whose clients train parameters of 16 bits beside others.
-
-    Its policies may not multiply gradients by anything: `Sync(reduce="sum")`, `Async()` and
-    `BoundedStaleness`.
-    """
-
-    worker_type = HalfWorker
-    reader_type = HalfReader
-    replayed_by = "paramserve.testing.halves.replay"
-
-    def _new_workload(self, setting: Setting) -> Workload:
-        return Workload(HalfCounting(setting.writers))
-
-    def check(self) -> None:
-        super().check()
-        wrong = {
-            "masters_are_exact": masters_are_exact(self),
-            "values_are_rounded_once": values_are_rounded_once(self),
+    def judge(self, cluster: SimulatedCluster) -> Mapping[str, Sequence[str]]:
+        """What a shard holds is the very sum of the gradients of 16 bits that it has applied, and
+        what a client reads is what the shard had then, rounded once to the nearest of 16 bits."""
+        return {
+            "masters_are_exact": self._masters_are_exact(cluster),
+            "values_are_rounded_once": self.wrong,
         }
-        found = [f"{name}: {text}" for name, texts in wrong.items() for text in texts[:4]]
-        if found:
-            raise Violation("\n  ".join([self.again, *found]))
 
-
-def masters_are_exact(cluster: SimulatedHalves) -> list[str]:
-    """What a shard holds is the very sum of the gradients of 16 bits that it has applied."""
-    wrong = []
-    (workload,) = cluster.workload.parameters
-    assert isinstance(workload, HalfCounting)
-    widest = next(each for each in cluster.blocks.values() if each.pieces[0].name == "wide")
-    for block in cluster.blocks.values():
-        for server in cluster.servers if block.spec.half is not None else ():
-            held = server.shard.blocks.get(block.id)
-            if not isinstance(held, ShardBlock) or not held.size:
-                continue
-            row = cluster.history.final[Part(widest.id, server.number)]
-            wanted = workload.masters(block, server.number, row)
-            off = np.flatnonzero(held.value != wanted)
+    def _masters_are_exact(self, cluster: SimulatedCluster) -> list[str]:
+        wrong = []
+        for name, block, widest, shard, values in self.held(cluster):
+            row = cluster.history.final[Part(widest.id, shard)]
+            wanted = self.masters(block, shard, row)
+            off = np.flatnonzero(values != wanted)
             if off.size:
                 at = int(off[0])
                 wrong.append(
-                    f"{block.spec.half} on shard {server.number}: {off.size} masters are wrong, "
-                    f"element {at} is {held.value[at]} and not {wanted[at]}"
+                    f"{name} on shard {shard}: {off.size} masters are wrong, element {at} is "
+                    f"{values[at]} and not {wanted[at]}"
                 )
-    return wrong
+        return wrong
 
 
-def values_are_rounded_once(cluster: SimulatedHalves) -> list[str]:
-    """What a client reads is what the shard had then, rounded once to the nearest of 16 bits."""
-    wrong = []
-    for client in cluster.clients:
-        assert isinstance(client, BesideClient)
-        wrong += [f"writer {client.writer}: {text}" for text in client.wrong]
-    return wrong
-
-
-def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
-    """Run one seed with parameters of 16 bits again; else as `paramserve.testing.replay`."""
-    return rerun(SimulatedHalves, seed, log, **options)
+def halves(setting: Setting) -> Workload:
+    """Tensors that count, and tensors of 16 bits beside them."""
+    return Workload(Counting(setting.writers), Halves())

@@ -7,31 +7,28 @@ time, in float64, and run over the exchanges in the order in which each shard ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from paramserve.compiling import load_kernels
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
-from paramserve.core.block import ShardBlock
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block
-from paramserve.messages import Piece, PlaceBlock
+from paramserve.messages import Piece
 from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
-from paramserve.rules.registry import spec
 from paramserve.rules.sgd import SGD
-from paramserve.testing.beside import BesideClient, BesideCounting
-from paramserve.testing.checkers import Violation
-from paramserve.testing.counting import counting_rule
-from paramserve.testing.history import Call, History, Part, Update
+from paramserve.testing.beside import Beside
+from paramserve.testing.counting import Counting, counting_rule, wide
+from paramserve.testing.history import Call, History, Part, Row, Update
 from paramserve.testing.own_steps import OwnStepsWorker
-from paramserve.testing.scripts import SimulatedReader
-from paramserve.testing.simulated import SimulatedCluster, rerun
 from paramserve.testing.wording import call_name
 from paramserve.testing.workload import Pushed, Setting, Workload
+
+if TYPE_CHECKING:
+    from paramserve.testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]
@@ -42,38 +39,7 @@ OFF_MAX = 1e-4
 """How far float32 may be off from float64 after all exchanges of a run."""
 
 
-class LocalCounting(BesideCounting):
-    """A counting block and one with the outer rule for each fragment."""
-
-    outer: Rule
-
-    def __init__(self, writers: int, policy: LocalSteps | AsyncLocalSteps) -> None:
-        super().__init__(writers)
-        self.outer = policy.outer
-        fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
-        self.rule = counting_rule([policy])
-        wide, elements = self.blocks["wide"][0].shape, SPLIT_BYTES_MIN // 4
-        self.blocks = {f"part{n}": (Piece(f"part{n}", wide),) for n in range(fragments)}
-        outer = {f"outer{n}": (Piece(f"outer{n}", (elements,)),) for n in range(fragments)}
-        self.stand_beside(outer, {f"outer{n}": f"part{n}" for n in range(fragments)})
-
-    def prepare(self) -> None:
-        super().prepare()
-        load_kernels(np.dtype(np.float32), self.outer)
-
-    def place(self, name: str, placing: PlaceBlock) -> PlaceBlock:
-        return structs.replace(placing, dtype="float32", rule=spec(self.outer))
-
-    def drawn(self, block: Block, writer: int, number: int) -> Array:
-        """What the own steps before one push have changed in a block, float32 [size]."""
-        draw = np.random.default_rng((block.id, writer, number))
-        return draw.standard_normal(block.size, np.float32)
-
-    def gradient(self, block: Block, push: Pushed) -> Array:
-        return self.drawn(block, push.writer, push.number)
-
-
-class LocalWorker(BesideClient, OwnStepsWorker):
+class LocalWorker(OwnStepsWorker):
     """Makes own steps, and exchanges fragments that it and others have changed."""
 
     @property
@@ -85,33 +51,69 @@ class LocalWorker(BesideClient, OwnStepsWorker):
         return [self.blocks[f"part{number}"]]
 
 
-class LocalReader(BesideClient, SimulatedReader):
-    """Belongs to no rank, and reads; what it pushes is an exchange of its own, or refused."""
+class Outer(Beside):
+    """A tensor with the policy's outer rule beside the counting one of each fragment."""
 
+    def __init__(self, rule: Rule, fragments: int) -> None:
+        elements = SPLIT_BYTES_MIN // 4
+        blocks = {f"outer{n}": (Piece(f"outer{n}", (elements,)),) for n in range(fragments)}
+        super().__init__(blocks, {f"outer{n}": f"part{n}" for n in range(fragments)})
+        self.rule = rule
 
-class SimulatedLocalSteps(SimulatedCluster):
-    """A simulated cluster under `LocalSteps` or `AsyncLocalSteps`, without `damping`, whose outer
-    rule is `SGD` or `DelayedNesterov`. Its policy does not change."""
+    def prepare(self) -> None:
+        load_kernels(self.dtype, self.rule)
 
-    worker_type = LocalWorker
-    reader_type = LocalReader
-    replayed_by = "paramserve.testing.local_steps.replay"
+    def drawn(self, block: Block, writer: int, number: int) -> Array:
+        """What the own steps before one push have changed in a block, float32 [size]."""
+        draw = np.random.default_rng((block.id, writer, number))
+        return draw.standard_normal(block.size, np.float32)
 
-    def _new_workload(self, setting: Setting) -> Workload:
-        policy = self.scenario.consistency
-        assert isinstance(policy, LocalSteps | AsyncLocalSteps)
-        assert not self.scenario.others, "give others=(): its policy does not change"
-        return Workload(LocalCounting(setting.writers, policy))
+    def fill(self, slot: Array, block: Block, push: Pushed) -> None:
+        slot[:] = self.drawn(block, push.writer, push.number)
 
-    def check(self) -> None:
-        super().check()
-        wrong = {
-            "outer_steps_are_those_of_the_exchanges": outer_steps_are_those_of_the_exchanges(self),
-            "exchanges_are_of_what_was_read": exchanges_are_of_what_was_read(self.history),
+    def was_read(self, block: Block, shard: int, values: Array, row: Row) -> list[str]:
+        return []
+
+    def judge(self, cluster: SimulatedCluster) -> Mapping[str, Sequence[str]]:
+        return {
+            "outer_steps_are_those_of_the_exchanges": self._wrong_steps(cluster),
+            "exchanges_are_of_what_was_read": exchanges_are_of_what_was_read(cluster.history),
         }
-        found = [f"{name}: {text}" for name, texts in wrong.items() for text in texts[:4]]
-        if found:
-            raise Violation("\n  ".join([self.again, *found]))
+
+    def _wrong_steps(self, cluster: SimulatedCluster) -> list[str]:
+        """A shard's values are those of the outer rule over the exchanges that it has applied:
+        under `LocalSteps` one update with the mean over a clock's contributors, under
+        `AsyncLocalSteps` one with each."""
+        wrong = []
+        for name, block, companion, shard, values in self.held(cluster):
+            low, high = block.range(shard)
+            reference = _reference(self.rule, values.size)
+            count = 0
+            for pushes, share in _updates(cluster.history, shard, companion):
+                changes = [self.drawn(block, *push)[low:high].astype(float) for push in pushes]
+                reference.apply(share * np.sum(changes, axis=0))
+                count += 1
+            off = np.abs(values - reference.value)
+            if (off > OFF_MAX * np.maximum(1.0, np.abs(reference.value))).any():
+                at = int(off.argmax())
+                wrong.append(
+                    f"{name} on shard {shard}: element {low + at} is {values[at]}, and after "
+                    f"{count} outer steps it is {reference.value[at]}"
+                )
+        return wrong
+
+
+def own_steps(setting: Setting) -> Workload:
+    """Workers that make own steps, under `LocalSteps` or `AsyncLocalSteps` without `damping`, whose
+    outer rule is `SGD` or `DelayedNesterov`. The policy does not change."""
+    scenario, policy = setting.scenario, setting.scenario.consistency
+    assert isinstance(policy, LocalSteps | AsyncLocalSteps)
+    assert not scenario.others, "give others=(): its policy does not change"
+    fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
+    shape = wide(setting.writers)
+    blocks = {f"part{n}": (Piece(f"part{n}", shape),) for n in range(fragments)}
+    parts = Counting(setting.writers, counting_rule(scenario.policies), blocks=blocks)
+    return Workload(parts, Outer(policy.outer, fragments), worker=LocalWorker)
 
 
 # --- the outer rules, a second time --------------------------------------------------------------
@@ -159,37 +161,6 @@ def _reference(rule: Rule, size: int) -> Nesterov | Delayed:
 
 
 # --- what must hold ------------------------------------------------------------------------------
-
-
-def outer_steps_are_those_of_the_exchanges(cluster: SimulatedLocalSteps) -> list[str]:
-    """A shard's values are those of the outer rule over the exchanges that it has applied: under
-    `LocalSteps` one update with the mean over a clock's contributors, under `AsyncLocalSteps` one
-    with each."""
-    (workload,) = cluster.workload.parameters
-    assert isinstance(workload, LocalCounting)
-    names = {each.pieces[0].name: each for each in cluster.blocks.values()}
-    wrong = []
-    for name, companion in workload.beside.items():
-        block, counting = names[name], names[companion]
-        for server in cluster.servers:
-            held = server.shard.blocks.get(block.id)
-            if not isinstance(held, ShardBlock) or not held.size:
-                continue
-            low, high = block.range(server.number)
-            reference = _reference(workload.outer, held.size)
-            count = 0
-            for pushes, share in _updates(cluster.history, server.number, counting):
-                changes = [workload.drawn(block, *push)[low:high].astype(float) for push in pushes]
-                reference.apply(share * np.sum(changes, axis=0))
-                count += 1
-            off = np.abs(held.value - reference.value)
-            if (off > OFF_MAX * np.maximum(1.0, np.abs(reference.value))).any():
-                at = int(off.argmax())
-                wrong.append(
-                    f"{name} on shard {server.number}: element {low + at} is {held.value[at]}, and "
-                    f"after {count} outer steps it is {reference.value[at]}"
-                )
-    return wrong
 
 
 Pushes = list[tuple[int, int]]
@@ -265,8 +236,3 @@ def _judge_base(
         if part.shard == shard and not set(row.each()) <= there:
             return [f"{who} has read what was applied later"]
     return []
-
-
-def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) -> SimulatedCluster:
-    """Run one seed of own steps again; else as `paramserve.testing.replay`."""
-    return rerun(SimulatedLocalSteps, seed, log, **{"others": (), **options})

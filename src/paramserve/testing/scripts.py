@@ -26,7 +26,6 @@ from paramserve.messages import (
     Leave,
     Member,
     Ok,
-    PlaceBlock,
     Placed,
 )
 from paramserve.testing.client import SimulatedClient
@@ -118,11 +117,7 @@ class ScriptedClient(SimulatedClient):
     # --- define -------------------------------------------------------------------------
 
     def _place(self) -> None:
-        self.call(self._placing(self._undefined[0]), self._placed)
-
-    def _placing(self, name: str) -> PlaceBlock:
-        """The call that defines a block."""
-        return self.workload.placing(self, name)
+        self.call(self.workload.placing(self, self._undefined[0]), self._placed)
 
     def _placed(self, reply: Placed | Failed) -> None:
         if isinstance(reply, Failed):

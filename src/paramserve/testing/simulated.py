@@ -37,7 +37,7 @@ from paramserve.testing.scripts import (
     worker_of,
 )
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
-from paramserve.testing.workload import Setting, Workload
+from paramserve.testing.workload import Setting
 from paramserve.virtual import VirtualClock
 
 SAFETY_S = 0.8
@@ -139,7 +139,7 @@ class SimulatedCluster:
         self.plan = LeasePlan(self.scenario.samples, 1, 0, BATCH, BATCH, BATCH, 1, -1)
         self.counts_updates = self.scenario.counts_updates
         writers = self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX + self.writers_more
-        self.workload = self._new_workload(Setting(seed, self.scenario, writers))
+        self.workload = self.scenario.workload(Setting(seed, self.scenario, writers))
         self.worker_type = self.worker_type or self.workload.worker or worker_of(self.scenario)
         self.blocks: dict[int, Block] = {}
         self.histories = {self.workload.group: self.history}
@@ -172,9 +172,6 @@ class SimulatedCluster:
         for rank in range(self.scenario.workers):
             self.start_worker(self.network.delay_s(), rank)
         self._start_after(self.network.delay_s(), self.reader_type, -1)
-
-    def _new_workload(self, setting: Setting) -> Workload:
-        return self.scenario.workload(setting)
 
     # --- a run --------------------------------------------------------------------------
 

@@ -23,25 +23,26 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from paramserve.client.links import Slot
+from paramserve.client.step_parts import BlockPush, StepParts
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs
 from paramserve.config import Deadlines
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block
-from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece, PlaceBlock
-from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
+from paramserve.rules import Add, Hyper, PushInfo, Run
 from paramserve.rules.compiled import compiled
 from paramserve.testing.bandwidth import SharedLinks
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Call, History, Row
+from paramserve.testing.client import SimulatedClient
+from paramserve.testing.history import Call, History
 from paramserve.testing.network import Faults
 from paramserve.testing.own_steps import OwnStepsWorker
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.simulated import SimulatedCluster
-from paramserve.testing.workload import GroupStep, Pushed, Setting, Workload
+from paramserve.testing.workload import GroupStep, Parameters, Pushed, Workload
 
 Array = npt.NDArray[Any]
 
@@ -121,21 +122,22 @@ class AddSteps(Add):
         super().apply(value, gradient, state, hyper, runs, push._replace(scale=1.0), out)
 
 
-class StepsCounting(Counting):
-    """A model whose values count own steps, in `fragments` blocks.
+class StepsCounting(Parameters):
+    """A model whose values count own steps, in a block for each fragment.
 
     Element w of each shard's part of a block is the count of writer w.
     """
 
-    dtype: np.dtype[Any] = np.dtype(np.float32)
-    rule: Rule = AddSteps()
+    rule = AddSteps()
 
-    def __init__(self, fragments: int, servers: int) -> None:
+    def __init__(self, policy: LocalSteps | AsyncLocalSteps, servers: int) -> None:
+        fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
         size = SPLIT_BYTES_MIN // 4 + servers * WRITERS_MAX
         self.blocks = {f"part.{n}": (Piece(f"part.{n}", (size,)),) for n in range(fragments)}
-        self.behind: dict[tuple[int, int], int] = {}
-        """By writer and block: own steps behind the next exchange."""
         self.values = fragments * size
+        self._policy = policy
+        self._behind: dict[tuple[int, int], int] = {}
+        """By writer and block: own steps behind the next exchange."""
 
     def prepare(self) -> None:
         load_codecs()
@@ -147,23 +149,37 @@ class StepsCounting(Counting):
         for shard in range(len(block.spec.cuts) - 1):
             low, high = block.range(shard)
             if high > low:
-                slot[low + push.writer] = self.behind[push.writer, block.id]
+                slot[low + push.writer] = self._behind[push.writer, block.id]
 
-    def rows(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, Row]]:
-        return []
+    def placing(self, client: SimulatedClient, name: str, placing: PlaceBlock) -> PlaceBlock:
+        push, pull = self._policy.push, self._policy.pull
+        return structs.replace(
+            placing,
+            push=None if push is None else spec(push),
+            pull=None if pull is None else spec(pull),
+        )
 
-    def masks(
-        self, block: ShardBlock | KeyedBlock, shard: int, shards: int
-    ) -> list[tuple[int, tuple[int, ...]]]:
-        return []
+    def every(self, client: SimulatedClient) -> list[Any]:
+        return list(client.blocks.values())
+
+    def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
+        assert isinstance(client, WorkingWorker)
+        client.in_exchange = 0.0
+        for block in step.push:
+            behind = client.behind[client.fragment_of(block)]
+            self._behind[client.writer, block.id] = behind
+            client.in_exchange += behind * block.size / self.values
+        pushes = list[tuple[BlockPush, Slot]]()
+        if step.which is not None:
+            pushes = [self.captured(client, block, step.which) for block in step.push]
+        return structs.replace(parts, pushes=pushes, pull=step.pull)
 
 
 class WorkingWorker(OwnStepsWorker):
     """A worker that makes own steps until the run's time is over.
 
     Attributes:
+        in_exchange: own steps whose changes are in its exchange.
         dropped: own steps that it was told to be left out.
         busy_s: how long it has computed.
     """
@@ -172,7 +188,7 @@ class WorkingWorker(OwnStepsWorker):
 
     def __init__(self, cluster: SimulatedWork, writer: int, rank: int) -> None:
         super().__init__(cluster, writer, rank)
-        self.dropped = self._in_exchange = 0.0
+        self.dropped = self.in_exchange = 0.0
         self._computing_since = 0.0
         self.busy_s = 0.0
 
@@ -203,28 +219,10 @@ class WorkingWorker(OwnStepsWorker):
             self.left = 0
         return super().next()
 
-    def _placing(self, name: str) -> PlaceBlock:
-        policy = self.cluster.policy
-        push, pull = (None if e is None else spec(e) for e in (policy.push, policy.pull))
-        return structs.replace(super()._placing(name), push=push, pull=pull)
-
-    def _parts(self, step: GroupStep) -> Any:
-        (workload,) = self.cluster.workload.parameters
-        assert isinstance(workload, StepsCounting)
-        self._in_exchange = 0.0
-        for block in step.push:
-            behind = self.behind[self.fragment_of(block)]
-            workload.behind[self.writer, block.id] = behind
-            self._in_exchange += behind * block.size / workload.values
-        return super()._parts(step)
-
     def _exchanged(self, call: Call, error: Any) -> None:
         if call.skipped or error is not None:
-            self.dropped += self._in_exchange
+            self.dropped += self.in_exchange
         super()._exchanged(call, error)
-
-    def _read(self, *arguments: Any) -> None:
-        """What it reads is not looked at."""
 
 
 class SimulatedWork(SimulatedCluster):
@@ -249,7 +247,7 @@ class SimulatedWork(SimulatedCluster):
         self.deaths = 0
         self._lives: dict[int, tuple[float, float]] = {}
         """By writer: when it began, and when it ended."""
-        self._fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
+        model = StepsCounting(policy, self.work.servers)
         self._chance = Random(f"deaths {seed}")
         scenario = Scenario(
             servers=self.work.servers,
@@ -261,16 +259,12 @@ class SimulatedWork(SimulatedCluster):
             evaluates=False,
             faults=Faults(delay_s=DELAY_S),
             others=(),
+            workload=lambda setting: Workload(model),
         )
         super().__init__(seed, scenario, log)
         self.clock.events_max = None
-        (model,) = self.workload.parameters
-        assert isinstance(model, StepsCounting)
         scale = self.work.model_bytes / (4 * model.values)
         self.network.links = SharedLinks(self.clock, lambda place: self.work.link_bytes_s, scale)
-
-    def _new_workload(self, setting: Setting) -> Workload:
-        return Workload(StepsCounting(self._fragments, self.work.servers))
 
     def _start_clients(self) -> None:
         for rank in range(self.work.workers):
@@ -282,7 +276,7 @@ class SimulatedWork(SimulatedCluster):
     def outer_steps(self) -> int:
         """Changes of the whole model's values so far."""
         groups = self.servers[0].shard.groups.values()
-        return sum(each.state.version for each in groups) // self._fragments
+        return sum(each.state.version for each in groups) // len(self.workload.blocks)
 
     def _look(self) -> None:
         """Let a worker die where it is time, somewhere within its next own steps."""
