@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paramserve.testing.network import Way
 from paramserve.virtual import VirtualClock
-
-Way = tuple[str, str]
-"""From a place to a place."""
 
 DONE = 1e-6
 """Bytes: what is left of a transfer that is over, as floats have it."""

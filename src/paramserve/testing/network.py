@@ -23,13 +23,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.testing.bandwidth import SharedLinks, Way
 from paramserve.virtual import VirtualClock
 
 Bytes = npt.NDArray[np.uint8]
 
+Way = tuple[str, str]
+"""From a place to a place."""
+
 BREAK_S = 0.005
 """A stream that lost a frame breaks within this."""
+
+
+class Links(Protocol):
+    """What frames take time on besides their delay."""
+
+    def carry(
+        self, way: Way, header_bytes: int, payload_bytes: int, done: Callable[[], None]
+    ) -> None:
+        """Send a frame; `done` is called when its last byte is through."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -172,7 +184,7 @@ class Network:
         self.faults = faults
         self.log: Callable[[str], None] | None = None
         """Is told of every arrival."""
-        self.links: SharedLinks | None = None
+        self.links: Links | None = None
         """What frames take time on besides their delay; None: links carry any number of bytes at
         once."""
         self._cut: dict[Way, float] = {}
