@@ -2,7 +2,7 @@
 links: a table of ways to exchange own steps.
 
 Eight simulated workers with links of 100 Mbit/s, one 5 times slower, one dying every 50 outer
-steps; what is real in it and what is counted stands in `paramserve.testing.useful_work`.
+steps; what is real in it and what is counted stands in `tests.sim.workloads.useful_work`.
 
     python -m benchmarks.useful_work --seeds 3
 """
@@ -15,9 +15,9 @@ from statistics import mean
 
 from rich.console import Console
 from rich.table import Table
+from tests.sim.workloads.useful_work import SimulatedWork, Useful, Work
 
 import paramserve as ps
-from paramserve.testing.useful_work import SimulatedWork, Useful, Work
 
 WORKERS = 8
 CODECS = {"push": ps.Int4(), "pull": ps.BFloat16()}

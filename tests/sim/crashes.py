@@ -5,10 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from tests.sim.cuts import CutSeen, SimulatedCuts
+
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.restoring import restore
 from paramserve.testing import Violation
-from paramserve.testing.cuts import CutSeen, SimulatedCuts
 from paramserve.testing.simulated import RESTART_S
 from paramserve.transport.peers import PeerLinks
 

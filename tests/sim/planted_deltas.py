@@ -7,10 +7,10 @@ from itertools import repeat
 from typing import Any
 
 import pytest
+from tests.sim.workloads.delta_pulls import WatchedStream
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.delta_stream import DeltaReader, DeltaStream, Position, Taken
-from paramserve.testing.delta_pulls import WatchedStream
 
 
 def _reads_as_if_it_had(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.sim.workloads.encoded import EncodedTensors, encoder_of
 
 from paramserve.client import encoding
 from paramserve.client.encoding import Encoded, Encoder
@@ -13,7 +14,6 @@ from paramserve.client.steps import Prepared
 from paramserve.core.client_session import ClientSession, Operation
 from paramserve.core.partition import Block
 from paramserve.messages import Done, ShardRequest
-from paramserve.testing.encoded import EncodedTensors, encoder_of
 
 
 def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from tests.sim.resumes import FAULTS, SimulatedResumes
+from tests.sim.workloads.encoded import (
+    LARGEST,
+    ROUNDING,
+    EncodedTensors,
+    WatchedEncoder,
+    encoder_of,
+    off_by,
+)
 
 from paramserve.checkpoint.manifest import residual_path
 from paramserve.checkpoint.reader import Checkpoint
@@ -35,14 +43,6 @@ from paramserve.messages import (
 )
 from paramserve.testing import Counting, Scenario, Setting, Violation, Workload
 from paramserve.testing.client import SimulatedClient
-from paramserve.testing.encoded import (
-    LARGEST,
-    ROUNDING,
-    EncodedTensors,
-    WatchedEncoder,
-    encoder_of,
-    off_by,
-)
 from paramserve.testing.history import Part
 from paramserve.testing.network import Frame, Stream
 from paramserve.testing.scripts import SimulatedReader, SimulatedWorker

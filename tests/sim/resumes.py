@@ -9,7 +9,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from msgspec import structs
+from tests.disk import SECTOR_BYTES, Disk, Fail, Image
 from tests.sim.policies import POLICIES
+from tests.sim.workloads.tables import KEYS, RowKey, table, table_beside_tensors
 
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.manifest import Manifest
@@ -22,9 +24,7 @@ from paramserve.core.coordination import CoordinatorEvent, Decided, FilesWorked,
 from paramserve.messages import BeginCheckpoint, CutTaken
 from paramserve.testing import Faults, Scenario, Violation
 from paramserve.testing.checkers import SHOWN_MAX, part_name, samples_are_used
-from paramserve.testing.disk import SECTOR_BYTES, Disk, Fail, Image
 from paramserve.testing.history import Call, History, Part
-from paramserve.testing.row_counting import KEYS, RowKey, table, table_beside_tensors
 from paramserve.testing.scripts import LeasingWorker, ScriptedClient, SimulatedWorker
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
 from paramserve.testing.simulated import RESTART_S, SimulatedCluster

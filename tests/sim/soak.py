@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from tests.sim.policies import OWN_STEPS, POLICIES, TABLE_POLICIES
 from tests.sim.resumes import CASES, resumed
+from tests.sim.workloads.encoded import encoded
+from tests.sim.workloads.encoded_tables import encoded_table
+from tests.sim.workloads.halves import halves
+from tests.sim.workloads.local_steps import own_steps
+from tests.sim.workloads.tables import table, table_beside_tensors
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
 from paramserve.testing.counting import counting
-from paramserve.testing.encoded import encoded
-from paramserve.testing.encoded_rows import encoded_table
-from paramserve.testing.halves import halves
-from paramserve.testing.local_steps import own_steps
-from paramserve.testing.row_counting import table, table_beside_tensors
 from paramserve.testing.workload import Composed
 
 CHUNK = 20

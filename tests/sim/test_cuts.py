@@ -6,7 +6,10 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import pytest
+from tests.sim.cuts import SimulatedCuts, replay
 from tests.sim.policies import POLICIES
+from tests.sim.visitors import SimulatedVisits
+from tests.sim.workloads.tables import table, table_beside_tensors
 
 from paramserve.consistency.built_in import Async
 from paramserve.core import cut as cut_module
@@ -17,10 +20,7 @@ from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
 from paramserve.messages import Commit, CutAt, CutTo
 from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.cuts import SimulatedCuts, replay
-from paramserve.testing.row_counting import table, table_beside_tensors
 from paramserve.testing.simulated import rerun
-from paramserve.testing.visitors import SimulatedVisits
 
 SEEDS = 8
 MANY = 200

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from tests.sim import planted_deltas, planted_residuals
 from tests.sim.policies import TABLE_POLICIES
+from tests.sim.workloads.encoded import EncodedTensors, encoded, encoder_of
 
 from paramserve.codecs import Codec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
-from paramserve.testing.encoded import EncodedTensors, encoded, encoder_of
 
 SEEDS = 6
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.sim import planted_sessions
 from tests.sim.policies import TABLE_POLICIES
+from tests.sim.workloads.encoded_tables import encoded_table
 
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_slots import RowPush
@@ -21,7 +22,6 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.encoded import RowCodecs
 from paramserve.core.table.parts import RowGradient
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
-from paramserve.testing.encoded_rows import encoded_table
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.02, kill=0.01)

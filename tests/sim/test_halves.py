@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.sim.policies import TABLE_POLICIES
+from tests.sim.workloads.halves import halves, nearest
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.block import ShardBlock
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
-from paramserve.testing.halves import halves, nearest
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 LINKS = ("mixed", "tcp", "shared")

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 from tests.sim import planted, planted_sessions
 from tests.sim.policies import OWN_STEPS
+from tests.sim.workloads.local_steps import LocalWorker, own_steps
 
 from paramserve.client.steps import Steps
 from paramserve.consistency import built_in
@@ -19,7 +20,6 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.events import Effects, Event, MembersChanged
 from paramserve.core.shard import Shard
 from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
-from paramserve.testing.local_steps import LocalWorker, own_steps
 
 LINKS = ("mixed", "tcp", "shared")
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, kill=0.02, partition=0.02, join=0.01)

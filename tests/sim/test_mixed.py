@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from tests.sim.policies import POLICIES, TABLE_POLICIES
+from tests.sim.workloads.tables import table_beside_tensors
 
 from paramserve.client.links import Framed, Links, ReachedShard
 from paramserve.client.payloads import Outgoing
@@ -15,7 +16,6 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.messages import ShardRequest
 from paramserve.testing import Scenario, SimulatedCluster, Violation, replay
-from paramserve.testing.row_counting import table_beside_tensors
 
 SEEDS = 4
 FOUND_WITHIN = 60

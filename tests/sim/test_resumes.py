@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from tests.disk import Disk, _DiskFile
 from tests.sim.resumes import (
     CASES,
     SimulatedResumes,
@@ -27,7 +28,6 @@ from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Sessions, ShardSession
 from paramserve.messages import Step
 from paramserve.testing import Violation
-from paramserve.testing.disk import Disk, _DiskFile
 
 SEEDS = 4
 FOUND_WITHIN = 40

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tests.sim import planted_sessions
 from tests.sim.policies import TABLE_POLICIES
+from tests.sim.workloads import tables
+from tests.sim.workloads.tables import KEYS, CountingRows, Rows, table
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
@@ -38,10 +40,8 @@ from paramserve.testing import (
     Violation,
     Workload,
     replay,
-    row_counting,
 )
 from paramserve.testing.history import Row
-from paramserve.testing.row_counting import KEYS, CountingRows, Rows, table
 
 SEEDS = 6
 FOUND_WITHIN = 60
@@ -242,7 +242,7 @@ BOUNDED: dict[str, Any] = {
 
 def calls_take_some_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, each to some of the keys: a key may be in a refused clock only."""
-    monkeypatch.setattr(row_counting, "SOME", 1.0)
+    monkeypatch.setattr(tables, "SOME", 1.0)
 
 
 def test_seeds_of_a_bounded_table_keep_every_invariant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from tests.sim.twins import Differs, SimulatedTwins
+from tests.sim.workloads.tables import CountingRows, Rows
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
@@ -19,7 +20,6 @@ from paramserve.core.table.cut import RowsCopy
 from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
 from paramserve.core.table.store import RowStore
 from paramserve.testing import Faults, Scenario, Setting, Workload
-from paramserve.testing.row_counting import CountingRows, Rows
 
 SEEDS = 3
 FOUND_WITHIN = 60

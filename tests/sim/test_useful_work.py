@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.sim.workloads.useful_work import SimulatedWork, Useful, Work
 
 from benchmarks import useful_work
 from paramserve.codecs import BFloat16, Int4
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.rules import DelayedNesterov
-from paramserve.testing.useful_work import SimulatedWork, Useful, Work
 
 WAYS = useful_work.ways()
 STREAMING = WAYS["LocalSteps(50, backup=1, fragments=5, delay=5, merge=0.5)"]

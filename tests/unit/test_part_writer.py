@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.disk import Disk
 from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.checkpoint.manifest import Written
@@ -18,7 +19,6 @@ from paramserve.core.events import CutWanted, DeadlineReached
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutTaken, CutWritten, WriteCut
 from paramserve.server.checkpoints import PartWriter
 from paramserve.server.residuals import Residuals
-from paramserve.testing.disk import Disk
 from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
 

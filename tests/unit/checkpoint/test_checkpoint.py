@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.disk import Disk
 from tests.needs import needs
 from tests.unit.checkpoint import sample
 
@@ -27,7 +28,6 @@ from paramserve.checkpoint.writer import Writer
 from paramserve.core.table.hashing import shard_of
 from paramserve.errors import CheckpointError
 from paramserve.messages import BlockSpec, Piece
-from paramserve.testing.disk import Disk
 
 ROOT = Path(__file__).parents[3]
 

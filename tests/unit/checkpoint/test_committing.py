@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.disk import Disk
 from tests.unit.checkpoint.puppets import DRIVER, PLAN, SERVER, Puppets, started
 
 from paramserve.checkpoint.folder import Folder
@@ -33,7 +34,6 @@ from paramserve.messages import (
     TableSpec,
     WriteCut,
 )
-from paramserve.testing.disk import Disk
 
 
 def names(disk: Disk) -> list[str]:

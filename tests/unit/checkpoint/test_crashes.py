@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 
 import pytest
+from tests.disk import Disk, Image, Operation
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.manifest import Manifest
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.errors import CheckpointError
-from paramserve.testing.disk import Disk, Image, Operation
 
 OLD, NEW = 1, 2
 STATES = 1_000

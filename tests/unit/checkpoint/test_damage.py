@@ -10,6 +10,7 @@ from functools import cache
 import msgspec
 import numpy as np
 import pytest
+from tests.disk import Disk, Image
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint.folder import Folder
@@ -17,7 +18,6 @@ from paramserve.checkpoint.manifest import Manifest, decode, digest, encode, man
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.tensors import Tensor, layout, parse
 from paramserve.errors import CheckpointDamaged, CheckpointError
-from paramserve.testing.disk import Disk, Image
 
 DAMAGES = 2_000
 

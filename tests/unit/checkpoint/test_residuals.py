@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.disk import Disk
 
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.manifest import (
@@ -22,7 +23,6 @@ from paramserve.checkpoint.writer import Writer
 from paramserve.config import RuleSpec
 from paramserve.errors import CheckpointDamaged, ProtocolError
 from paramserve.messages import BlockSpec, KeepResidual, Piece
-from paramserve.testing.disk import Disk
 
 SERVERS, SIZE = 2, 100
 PIECES = (Piece("w", (30, 3)), Piece("b", (10,)))

@@ -10,6 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.core import reference
+from tests.unit.core.reference import (
+    Entry,
+    Live,
+    Plain,
+    PlainAdam,
+    PlainSGD,
+    Pushed,
+    Read,
+    asynchronous,
+    buffered,
+    local_steps,
+    synchronous,
+)
 from tests.unit.core.rig import Rig, block_spec, done, refused
 
 from paramserve.consistency.base import Policy
@@ -28,20 +42,6 @@ from paramserve.consistency.built_in import (
 from paramserve.errors import PolicyFailed
 from paramserve.messages import Done
 from paramserve.rules import SGD, Adam, Rule
-from paramserve.testing import reference
-from paramserve.testing.reference import (
-    Entry,
-    Live,
-    Plain,
-    PlainAdam,
-    PlainSGD,
-    Pushed,
-    Read,
-    asynchronous,
-    buffered,
-    local_steps,
-    synchronous,
-)
 
 Array = reference.Array
 WORKERS = 3

@@ -1,6 +1,6 @@
 """Rows that codecs encode, in a simulated cluster: what was pushed to each is there, once.
 
-As in `row_counting` a row tells which pushes it holds, in a form that codecs of rows leave whole:
+As in `tables` a row tells which pushes it holds, in a form that codecs of rows leave whole:
 each number stands alone in `BLOCK` elements, which a codec encodes together, and is their sum. The
 last elements have gradients that codecs round. What a client's encoder has made of these is known
 here; so a row has to be the sum of that over the pushes that it holds.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
+from tests.sim.workloads.tables import KEYS, NAME, Rows
 
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull
@@ -25,7 +26,6 @@ from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.compiling import load_codecs
 from paramserve.core.table.parts import gradient_at
 from paramserve.testing.history import Row
-from paramserve.testing.row_counting import KEYS, NAME, Rows
 from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:

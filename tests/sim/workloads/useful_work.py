@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
+from tests.sim.workloads.bandwidth import SharedLinks
+from tests.sim.workloads.own_steps import OwnStepsWorker
 
 from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepParts
@@ -34,11 +36,9 @@ from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add, Hyper, PushInfo, Run
 from paramserve.rules.compiled import compiled
-from paramserve.testing.bandwidth import SharedLinks
 from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Call, History
 from paramserve.testing.network import Faults
-from paramserve.testing.own_steps import OwnStepsWorker
 from paramserve.testing.process import ClientProcess
 from paramserve.testing.scenario import Scenario
 from paramserve.testing.simulated import SimulatedCluster

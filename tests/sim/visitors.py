@@ -10,9 +10,10 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from tests.sim.cuts import SimulatedCuts
+
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.testing.checkers import Violation
-from paramserve.testing.cuts import SimulatedCuts
 from paramserve.testing.history import History
 from paramserve.testing.network import NEAR
 from paramserve.testing.process import ClientProcess
@@ -55,7 +56,7 @@ class Visitor(SimulatedReader):
 class SimulatedVisits(SimulatedCuts):
     """A simulated cluster with visitors, of which cuts are taken as it runs."""
 
-    replayed_by = "paramserve.testing.visitors.replay"
+    replayed_by = "tests.sim.visitors.replay"
     writers_more = VISITORS
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

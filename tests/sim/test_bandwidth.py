@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from tests.sim.workloads.bandwidth import SharedLinks
 
-from paramserve.testing.bandwidth import SharedLinks
 from paramserve.virtual import VirtualClock
 
 RATE = 100.0

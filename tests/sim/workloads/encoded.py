@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
+from tests.sim.workloads import delta_pulls
+from tests.sim.workloads.delta_pulls import Told, WatchedStream, digest, judge_readers
 
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.links import Slot
@@ -36,9 +38,7 @@ from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Done, Piece, PlaceBlock
 from paramserve.rules.compiled import compiled
-from paramserve.testing import delta_pulls
 from paramserve.testing.counting import Counting
-from paramserve.testing.delta_pulls import Told, WatchedStream, digest, judge_readers
 from paramserve.testing.history import Call, Part
 from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 

@@ -11,12 +11,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+from tests.sim.workloads.tables import KEYS, Rows
 
 from paramserve.core.cut_parts import ShardCut, TableCopy
 from paramserve.testing.checkers import SHOWN_MAX, Violation
 from paramserve.testing.counting import Counting
 from paramserve.testing.history import Part, Row
-from paramserve.testing.row_counting import KEYS, Rows
 from paramserve.testing.simulated import SimulatedCluster, rerun
 
 PAUSE_S = 0.01
@@ -57,7 +57,7 @@ class CutSeen(NamedTuple):
 class SimulatedCuts(SimulatedCluster):
     """A simulated cluster of which cuts are taken as it runs."""
 
-    replayed_by = "paramserve.testing.cuts.replay"
+    replayed_by = "tests.sim.cuts.replay"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.cuts: list[CutSeen] = []

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.sim.workloads.beside import Beside
+from tests.sim.workloads.own_steps import OwnStepsWorker
 
 from paramserve.compiling import load_kernels
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
@@ -20,10 +22,8 @@ from paramserve.messages import Piece
 from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
-from paramserve.testing.beside import Beside
 from paramserve.testing.counting import Counting, counting_rule, wide
 from paramserve.testing.history import Call, History, Part, Row, Update
-from paramserve.testing.own_steps import OwnStepsWorker
 from paramserve.testing.wording import call_name
 from paramserve.testing.workload import Pushed, Setting, Workload
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
+from tests.sim.workloads.beside import Beside
 
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import HALVES, SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
-from paramserve.testing.beside import Beside
 from paramserve.testing.counting import Counting
 from paramserve.testing.history import Part, Row
 from paramserve.testing.workload import Pushed, Setting, Workload
