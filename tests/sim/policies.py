@@ -71,7 +71,7 @@ OWN_STEPS: dict[str, LocalSteps | AsyncLocalSteps] = {
     "async": AsyncLocalSteps(3, DelayedNesterov(pushes=3)),
     "async-drop": AsyncLocalSteps(2, DelayedNesterov(pushes=2, activation=0.25), drop_after=2),
 }
-"""Those of clusters whose workers make own steps (`testing/local_steps.py`)."""
+"""Those of clusters whose workers make own steps (`workloads/local_steps.py`)."""
 
 POLICIES: dict[str, Policy] = {
     "sync": Sync(reduce="sum"),

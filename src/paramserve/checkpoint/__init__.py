@@ -29,7 +29,7 @@ changed after that. Pruning removes manifests first, then what no manifest names
 that is missing, shorter, longer or different is refused by file and part, and `folder` goes on to
 the checkpoint before. Nothing is unpickled: what a worker saved is plain data (`plain`).
 
-**Storage** (`storage`): a few calls of an operating system, so that `testing.disk` can stand in for
+**Storage** (`storage`): a few calls of an operating system, so that a test's disk can stand in for
 one, which fails, or loses what was not synced. A URL leads to a store of whole objects
 (`locations`, `object_store`): there the files are collected on a local disk and put as a whole, the
 ranges that servers write of one file as an object each, and the manifest last.
