@@ -72,7 +72,7 @@ class SimulatedCrashes(SimulatedCuts):
             role.shard = shard
         for rank in range(self.scenario.workers):
             self.start_worker(self.random.random() * RESTART_S, rank)
-        self._start_after(self.random.random() * RESTART_S, self.reader_type, -1)
+        self.start(self.random.random() * RESTART_S, self.reader_script, -1)
 
     def check(self) -> None:
         """Require that what the cut has is there, no more of what was before, and all of what was

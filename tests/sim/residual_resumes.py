@@ -45,7 +45,6 @@ from paramserve.testing import Counting, Scenario, Setting, Violation, Workload
 from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Part
 from paramserve.testing.network import Frame, Stream
-from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
 from paramserve.testing.server import SimulatedServer
 from paramserve.testing.workload import GroupStep
 
@@ -214,14 +213,6 @@ class HearsOfCuts(SimulatedClient):
                 encoder.cut_at(wanted.cut, last)
 
 
-class ResidualWorker(HearsOfCuts, SimulatedWorker):
-    """Steps through its clocks."""
-
-
-class ResidualReader(HearsOfCuts, SimulatedReader):
-    """Belongs to no rank: its residual is in no checkpoint."""
-
-
 class SimulatedResidualResumes(SimulatedResumes):
     """Writes checkpoints all the time, is lost once, and goes on.
 
@@ -229,8 +220,7 @@ class SimulatedResidualResumes(SimulatedResumes):
         seen: how often what is judged has happened.
     """
 
-    worker_type = ResidualWorker
-    reader_type = ResidualReader
+    client_type = HearsOfCuts
     crash_s = 0.3
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -24,8 +24,9 @@ from paramserve.core.coordination import CoordinatorEvent, Decided, FilesWorked,
 from paramserve.messages import BeginCheckpoint, CutTaken
 from paramserve.testing import Faults, Scenario, Violation
 from paramserve.testing.checkers import SHOWN_MAX, part_name, samples_are_used
+from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Call, History, Part
-from paramserve.testing.scripts import LeasingWorker, ScriptedClient, SimulatedWorker
+from paramserve.testing.scripts import LeasingScript, Script, WorkerScript
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
 from paramserve.testing.simulated import RESTART_S, SimulatedCluster
 
@@ -159,7 +160,7 @@ class SimulatedResumes(SimulatedCluster):
             self.ahead = {(state.name, rank) for state in states for rank in state.ahead}
         for rank in range(self.scenario.workers):
             self.start_worker(self.random.random() * RESTART_S, rank)
-        self._start_after(self.random.random() * RESTART_S, self.reader_type, -1)
+        self.start(self.random.random() * RESTART_S, self.reader_script, -1)
 
     def _left(self) -> Image:
         """What the crash leaves on the disk."""
@@ -278,43 +279,43 @@ class SimulatedResumes(SimulatedCluster):
         )
 
 
-def all_of(client: ScriptedClient) -> list[Any]:
+def all_of(script: Script) -> list[Any]:
     """All tensors, and all keys of the table."""
-    dense = [each for each in client.blocks.values() if each.table is None]
+    dense = [each for each in script.client.blocks.values() if each.table is None]
     return [*dense, *(RowKey(number) for number in range(KEYS.size))]
 
 
-class BatchWorker(SimulatedWorker):
+class BatchScript(WorkerScript):
     """Steps tensors and all rows in one call for each batch of its rank, as a training function
     does: it goes on with the batch of its clock."""
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
         self._made = 0
 
     every = property(all_of)
 
     def next(self) -> bool:
-        if self.left <= 0:
+        if self.client.left <= 0:
             return False
-        self.left -= 1
+        self.client.left -= 1
         batch, every = self._began_at + self._made, self.every
         pull = every if self.cluster.random.random() < 0.7 else []
-        groups = self.workload.groups
+        groups = self.cluster.workload.groups
         samples = batch, batch + 1
-        sent = self.step(every, pull, tick=True, samples=samples, groups=groups, then=self.answered)
+        sent = self.step(every, pull, tick=True, samples=samples, groups=groups)
         self._made += sent
         return True
 
     @property
     def _began_at(self) -> int:
-        return self.steps.resumed.get(self.workload.group, 0)
+        return self.client.steps.resumed.get(self.cluster.workload.group, 0)
 
 
 class SimulatedBatchResumes(SimulatedResumes):
     """As `SimulatedResumes`, with workers that make a batch again if a part of it is lost."""
 
-    worker_type = BatchWorker
+    worker_script = BatchScript
 
     def check(self) -> None:
         """Require besides that each batch is in the tensors and in the table once. A rank that was
@@ -351,19 +352,19 @@ class SimulatedBatchResumes(SimulatedResumes):
         return found
 
 
-class SampleWorker(LeasingWorker):
+class SampleScript(LeasingScript):
     """Steps tensors and all rows in one call with the samples that it draws by lease."""
 
     every = property(all_of)
 
     def step(self, push: Sequence[Any] = (), pull: Sequence[Any] = (), **options: Any) -> bool:
-        return super().step(push, pull, **{"groups": self.workload.groups, **options})
+        return super().step(push, pull, **{"groups": self.cluster.workload.groups, **options})
 
 
 class SimulatedSampleResumes(SimulatedResumes):
     """As `SimulatedBatchResumes`, with samples that the workers share by lease."""
 
-    worker_type = SampleWorker
+    worker_script = SampleScript
 
     def check(self) -> None:
         """Require besides that each sample is in the tensors and in the table once; in the table

@@ -23,7 +23,7 @@ from paramserve.testing import (
     Workload,
 )
 from paramserve.testing.counting import wide
-from paramserve.testing.scripts import SimulatedReader, SimulatedWorker
+from paramserve.testing.scripts import ReaderScript, WorkerScript
 
 WORKERS, STEPS = 3, 8
 LOSSY = Faults(slow=0.1, cut=0.02, lose=0.02, duplicate=0.08, peer_lose=0.3, peer_duplicate=0.3)
@@ -58,12 +58,12 @@ class RandomGradients(Parameters):
         slot[:] = gradient(block, push.rank, push.clock)
 
 
-class Steady(SimulatedWorker):
+class Steady(WorkerScript):
     """It suspends its membership never: that leaves gradients of clocks out."""
 
     def next(self) -> bool:
-        if self.left > 0:
-            self.left -= 1
+        if self.client.left > 0:
+            self.client.left -= 1
             self._step_of(self.cluster.random.random())
             return True
         return False
@@ -71,14 +71,14 @@ class Steady(SimulatedWorker):
     def _step_of(self, kind: float) -> None:
         def then(call: Call, error: ParamServeError | None) -> None:
             assert error is None
-            self.answered(call, error)
+            self.client.answered(call, error)
 
         self.step(self.every, self.every if kind < 0.5 else (), tick=True, then=then)
 
 
-class Quiet(SimulatedReader):
+class Quiet(ReaderScript):
     def next(self) -> bool:
-        self.left = 0
+        self.client.left = 0
         return False
 
 
@@ -88,7 +88,7 @@ def simulated(seed: int, rule: Rule, policy: Sync, servers: int) -> dict[int, Ar
     def workload(setting: Setting) -> Workload:
         return Workload(RandomGradients(setting.writers, rule))
 
-    parts = {"worker_type": Steady, "reader_type": Quiet}
+    parts = {"worker_script": Steady, "reader_script": Quiet}
     kind: type[SimulatedCluster] = type("Steadily", (SimulatedCluster,), parts)
     scenario = Scenario(
         servers=servers,

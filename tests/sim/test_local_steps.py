@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from tests.sim import planted, planted_sessions
 from tests.sim.policies import OWN_STEPS
-from tests.sim.workloads.local_steps import LocalWorker, own_steps
+from tests.sim.workloads.local_steps import own_steps
 
 from paramserve.client.steps import Steps
 from paramserve.consistency import built_in
@@ -65,7 +65,7 @@ def test_seeds_of_own_steps_have_what_is_judged() -> None:
             seen["killed"] += sum(client.dead for client in cluster.clients)
             seen["successors"] += sum(client.incarnation > 1 for client in cluster.clients)
             seen["joined"] += sum(each.joins for each in history.entered)
-            workers = [each for each in cluster.clients if isinstance(each, LocalWorker)]
+            workers = [each.script for each in cluster.clients if each.rank >= 0]
             seen["settled"] += sum(len(c.blocks) > 1 and c.rank >= 0 for c in history.calls)
             seen["left with steps"] += sum(any(each.behind) for each in workers)
             for call in history.calls:

@@ -14,10 +14,10 @@ from tests.sim.cuts import SimulatedCuts
 
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.testing.checkers import Violation
+from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import History
 from paramserve.testing.network import NEAR
-from paramserve.testing.process import ClientProcess
-from paramserve.testing.scripts import SimulatedReader
+from paramserve.testing.scripts import ReaderScript
 from paramserve.testing.simulated import REST_S, SAFETY_S, SimulatedCluster, rerun
 
 VISITORS = 12
@@ -29,28 +29,29 @@ LAST_CUTS = 2
 that have ended, and the second one names none."""
 
 
-class Visitor(SimulatedReader):
+class Visitor(ReaderScript):
     """A client that makes some calls and ends."""
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        random = Random(f"visitor {cluster.seed} {writer}")
-        self.left = random.randint(1, CALLS_MAX)
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
+        random = Random(f"visitor {self.cluster.seed} {client.writer}")
+        client.left = random.randint(1, CALLS_MAX)
         self._hasty = random.random() < HASTY_RATE
 
     def next(self) -> bool:
         more = super().next()
-        if self._hasty and not self.left and self.alive:
+        if self._hasty and not self.client.left and self.client.alive:
             self._hurry_away()
             return False
         return more
 
     def _hurry_away(self) -> None:
         """Say goodbye behind calls whose answers are not read."""
-        self.exchange.close()
-        self._coordinator.close(NEAR)
-        self.dead = True
-        self.cluster.ended(self)
+        client = self.client
+        client.exchange.close()
+        client._coordinator.close(NEAR)
+        client.dead = True
+        self.cluster.ended(client)
 
 
 class SimulatedVisits(SimulatedCuts):
@@ -76,10 +77,10 @@ class SimulatedVisits(SimulatedCuts):
         super()._start_clients()
         random = Random(f"visits {self.seed}")
         for _ in range(VISITORS):
-            self._start_after(random.random() * SAFETY_S / 4, Visitor, -1)
+            self.start(random.random() * SAFETY_S / 4, Visitor, -1)
 
-    def ended(self, client: ClientProcess) -> None:
-        if not isinstance(client, Visitor):
+    def ended(self, client: SimulatedClient) -> None:
+        if not isinstance(client.script, Visitor):
             super().ended(client)
             return
         self.recorder.ended(client)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,20 @@ from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenc
 from paramserve.messages import (
     CURRENT_CLOCK,
     Define,
+    Defined,
+    Failed,
     Joined,
     JoinGroup,
+    Leave,
+    Ok,
+    Placed,
     ShardRequest,
     Step,
     SuspendMembership,
 )
 from paramserve.testing.history import Call
 from paramserve.testing.process import ClientProcess
+from paramserve.testing.scripts import Script
 from paramserve.testing.workload import GroupStep, Pushed, Workload
 
 if TYPE_CHECKING:
@@ -38,13 +44,16 @@ Answered = Callable[[Call, ParamServeError | None], None]
 
 
 class SimulatedClient(ClientProcess):
-    """A client process that can define blocks, push to them and read them.
+    """A client process that defines the blocks, or waits until another has, and then makes the
+    calls of its script.
 
     A call that an interrupt ends has no ticket: its program does not see what it reads, and what it
     was refused with is raised by the next call.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, writer: int, rank: int, script: type[Script]
+    ) -> None:
         super().__init__(cluster, writer, rank)
         self.left = cluster.scenario.steps
         """Steps still to be begun."""
@@ -57,16 +66,16 @@ class SimulatedClient(ClientProcess):
         self._calls = 0
         self._pushes = Counter[str]()
         """By group, so far."""
+        self.changes: deque[Policy] = deque()
+        """Policies that it is to give the group, when it has room for a request."""
+        self._undefined = list(cluster.workload.blocks)
+        self._thinking = False
+        self.script = script(self)
 
     @property
     def workload(self) -> Workload:
         """What it trains."""
         return self.cluster.workload
-
-    @property
-    def every(self) -> list[Any]:
-        """All that it pushes to and reads, or some."""
-        return self.workload.every(self)
 
     def _begin_steps(self, joined: Joined) -> None:
         super()._begin_steps(joined)
@@ -85,6 +94,81 @@ class SimulatedClient(ClientProcess):
     def traits_at(self, clock: int, group: str = "") -> PolicyTraits:
         """What this client takes to hold for its step of a clock, of the first group or another."""
         return self.terms.at((self.block_of(group) if group else self.block).group, clock)
+
+    # --- what it does -------------------------------------------------------------------
+
+    @property
+    def computes(self) -> bool:
+        return self._thinking and self.cluster.scenario.slow_readers
+
+    def go_on(self) -> None:
+        if self._undefined:
+            self._place()
+        elif not self._thinking:
+            self._thinking = True
+            self.later(self.script.pause_s(), self._make_calls)
+
+    def _make_calls(self) -> None:
+        self._thinking = False
+        for each in self.workload.parameters:
+            each.about_to_call(self)
+        self.retiring = self.steps.retiring
+        if self.retiring and self.left > 0:
+            self.left = 0
+        while self.changes and self.alive and not self.full:
+            self.change_policy(self.changes.popleft())
+            self.take_answers()
+        while self.alive and not self.full and self.script.next():
+            self.take_answers()
+        idle = self.alive and self.in_flight == 0 and not self.calling
+        if idle and self.full:  # of calls that were interrupted, whose answers no script awaits
+            self.go_on()
+        elif idle and self.left == 0:
+            every, groups = self.script.every, tuple(self.cluster.histories)
+            self.left = -1 if self.step(pull=every, groups=groups, then=self._leave) else 0
+
+    def answered(self, call: Call, error: ParamServeError | None) -> None:
+        """A call is complete."""
+        if isinstance(error, WorkerFenced):
+            self.fence(error.failed)
+        else:
+            self.go_on()
+
+    def _leave(self, call: Call, error: ParamServeError | None) -> None:
+        """The last read is complete."""
+        if isinstance(error, WorkerFenced):
+            self.fence(error.failed)
+        else:
+            self.call(Leave(0), lambda _: self.end())
+
+    # --- define -------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        self.call(self.workload.placing(self, self._undefined[0]), self._placed)
+
+    def _placed(self, reply: Placed | Failed) -> None:
+        if isinstance(reply, Failed):
+            self.fence(reply.failed)
+            return
+        block = Block(reply.spec)
+        self.exchange.blocks[block.id] = self.cluster.blocks[block.id] = block
+        self.blocks[self._undefined[0]] = block
+        self.steps.defined(block)
+        if reply.attempt == 0:
+            self._known()
+        else:
+            call = Defined(0, block.id, reply.attempt)
+            self.define(block, reply.attempt, partial(self._defined, call))
+
+    def _defined(self, call: Defined, operation: Operation) -> None:
+        if operation.error is not None:
+            self.fence(operation.error.failed)
+        else:
+            self.call(call, self._known)
+
+    def _known(self, reply: Ok | None = None) -> None:
+        self._undefined.pop(0)
+        self.go_on()
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
@@ -123,7 +207,7 @@ class SimulatedClient(ClientProcess):
         then: Answered,
     ) -> bool:
         """One step of all shards; `then` is called when all have answered. Whether it was sent;
-        the script goes on after a while if it was not.
+        it goes on after a while if it was not.
 
         Args:
             groups: whose blocks are pushed and read; none: the first one's.
@@ -161,7 +245,7 @@ class SimulatedClient(ClientProcess):
         self.make(send)
         self.member_told()
         if not self._issued:
-            self.script()
+            self.go_on()
             return False
         self._await(tickets, then)
         return True
@@ -270,13 +354,9 @@ class SimulatedClient(ClientProcess):
                 self.follows.discard(group)
                 self.member_told()
             elif at < 0:  # else it may have read a later one
-                call.state = self.shown(call, group)
+                call.state = self.script.shown(call, group)
         self.cluster.histories[group].answer(call)
         self.cluster.recorder.moved(self)
-
-    def shown(self, call: Call, group: str) -> int | None:
-        """How many synchronous clocks a call's reads contain; None: not known."""
-        return None
 
     # --- calls that wait ----------------------------------------------------------------
 
@@ -290,7 +370,7 @@ class SimulatedClient(ClientProcess):
             if self.alive:
                 self.make(partial(self.steps.suspend, self.block_of(group), None))
         self.member_told()
-        self.script()
+        self.go_on()
 
     def make(self, call: Callable[[], None]) -> None:
         """Make a call, as a program that goes on after an interrupt and after an error: each may
@@ -302,6 +382,6 @@ class SimulatedClient(ClientProcess):
         except (ClientClosed, Timeout):
             raise
         except WorkerFenced as error:
-            self._fence(error.failed)
+            self.fence(error.failed)
         except ParamServeError:
             self.cluster.network.note(f"writer {self.writer} is told of an earlier step's error")

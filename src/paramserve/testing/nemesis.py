@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paramserve.consistency.base import Policy
 
 if TYPE_CHECKING:
-    from paramserve.testing.process import ClientProcess
+    from paramserve.testing.client import SimulatedClient
     from paramserve.testing.simulated import SimulatedCluster
 
 COORDINATOR = "coordinator"
@@ -50,13 +50,13 @@ class ScriptedFault(ABC):
         """Virtual seconds until it is over."""
         return 0.0
 
-    def is_due(self, client: ClientProcess) -> bool:
+    def is_due(self, client: SimulatedClient) -> bool:
         """Whether it happens now that a client has sent a request of a step."""
         own = self.worker is None or client.rank == self.worker
         return own and client.rank >= 0 and client.stepping == self.clock
 
     @abstractmethod
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         """Do it.
 
         Args:
@@ -76,14 +76,14 @@ class ScriptedFault(ABC):
         return f"{name.removeprefix('_')}({', '.join(given)})"
 
 
-def _process(cluster: SimulatedCluster, rank: int | None) -> ClientProcess | None:
+def _process(cluster: SimulatedCluster, rank: int | None) -> SimulatedClient | None:
     found = [each for each in cluster.clients if each.rank == rank and each.alive]
     return found[-1] if found else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Kill(ScriptedFault):
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         victim = client if client is not None else _process(cluster, self.worker)
         if victim is not None:
             cluster.kill(victim)
@@ -99,7 +99,7 @@ class _Stop(ScriptedFault):
     def lasts_s(self) -> float:
         return 0.0 if self.coordinator else self.seconds  # training goes on without it
 
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         if self.shard is not None or self.coordinator:
             cluster.stall(self.shard, self.seconds)
             return
@@ -110,7 +110,7 @@ class _Stop(ScriptedFault):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Leave(ScriptedFault):
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         victim = client if client is not None else _process(cluster, self.worker)
         if victim is not None:
             cluster.leave(victim)
@@ -128,7 +128,7 @@ class _Cut(ScriptedFault):
     def lasts_s(self) -> float:
         return self.seconds
 
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         worker = self.worker if self.worker is not None else getattr(client, "rank", None)
         if self.shards is not None:
             source, target = shard_place(self.shards[0]), shard_place(self.shards[1])
@@ -145,7 +145,7 @@ class _Slow(ScriptedFault):
     factor: float
     seconds: float | None = None
 
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         seconds = self.seconds if self.seconds is not None else ALWAYS_S
         rank = self.worker if self.worker is not None else getattr(client, "rank", None)
         assert rank is not None, "slow() has checked it"
@@ -158,7 +158,7 @@ class _Slow(ScriptedFault):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Join(ScriptedFault):
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         cluster.scale_by(1)
 
 
@@ -166,7 +166,7 @@ class _Join(ScriptedFault):
 class _SetPolicy(ScriptedFault):
     policy: Policy
 
-    def happen(self, cluster: SimulatedCluster, client: ClientProcess | None) -> None:
+    def happen(self, cluster: SimulatedCluster, client: SimulatedClient | None) -> None:
         cluster.change_policy(client, self.policy)
 
 
@@ -303,7 +303,7 @@ class Nemesis:
             if each.clock is None:
                 each.happen(self._cluster, None)
 
-    def sent(self, client: ClientProcess) -> None:
+    def sent(self, client: SimulatedClient) -> None:
         """A worker has sent a request: the moment for a fault."""
         if self._script and client.stepping is not None:
             due = [each for each in self._script if each.is_due(client)]
@@ -347,7 +347,7 @@ class Nemesis:
         else:
             cluster.stall(None, seconds + (LONG_STALL_S if draw() < 0.5 else 0.0))
 
-    def _partition(self, client: ClientProcess) -> None:
+    def _partition(self, client: SimulatedClient) -> None:
         cluster, draw = self._cluster, self._cluster.random.random
         shards = cluster.scenario.servers
         kind, seconds = draw(), draw() * cluster.network.faults.partition_s
@@ -361,7 +361,7 @@ class Nemesis:
             ends.reverse()
         cluster.network.cut(ends[0], ends[1], seconds, both=draw() < 0.5)
 
-    def _slow(self, client: ClientProcess) -> None:
+    def _slow(self, client: SimulatedClient) -> None:
         cluster, draw = self._cluster, self._cluster.random.random
         faults = cluster.network.faults
         factor, seconds = 1.0 + draw() * (faults.factor - 1.0), draw() * faults.sluggish_s

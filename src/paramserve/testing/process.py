@@ -169,7 +169,7 @@ class ClientProcess(ABC):
             self.cluster.history.raised.append(
                 f"writer {self.writer}: {type(error).__name__} in {last.name}: {error}"
             )
-            self._fence(type(error).__name__)
+            self.fence(type(error).__name__)
 
     def _come(self) -> bool:
         """Join, connect, and take over where to go on; whether the cluster wants this process."""
@@ -193,7 +193,7 @@ class ClientProcess(ABC):
             self.exchange.process = self
             self._begin_steps(joined)
         except ParamServeError as error:
-            self._fence(error.failed)
+            self.fence(error.failed)
             return False
         return True
 
@@ -209,14 +209,14 @@ class ClientProcess(ABC):
         self.member_told()
 
     def _work(self) -> None:
-        self.script()
+        self.go_on()
         while self.alive:
             self._do_due()
             lost = self.exchange.lost
             if isinstance(lost, ServerGone):  # here no server ever ends
                 raise lost
             if lost is not None:
-                self._fence(lost.failed)
+                self.fence(lost.failed)
             elif self.alive and self.computes:
                 self._fiber.wait(LOOK_S)
             elif self.alive:
@@ -247,7 +247,7 @@ class ClientProcess(ABC):
         return len(self._awaited)
 
     @abstractmethod
-    def script(self) -> None:
+    def go_on(self) -> None:
         """Do the next thing; called at the start and whenever something was answered."""
 
     def member_told(self) -> None:
@@ -298,7 +298,7 @@ class ClientProcess(ABC):
         self.finished = True
         self.cluster.ended(self)
 
-    def _fence(self, why: str) -> None:
+    def fence(self, why: str) -> None:
         """The cluster goes on without this process."""
         if not self.alive:
             return
@@ -335,7 +335,7 @@ class ClientProcess(ABC):
         reply = self._ask_to_join()
         while isinstance(reply, Failed):
             if self.rank >= self.cluster.wanted:
-                self._fence(reply.failed)
+                self.fence(reply.failed)
                 return None
             again_at = self.cluster.clock.now + REJOIN_S
             while self.cluster.clock.now < again_at:

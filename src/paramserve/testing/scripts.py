@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections import deque
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
-from paramserve.core.client_session import Operation
 from paramserve.core.membership import DEAD, LEFT, LIVE
-from paramserve.core.partition import Block
-from paramserve.errors import ParamServeError, WorkerFenced
-from paramserve.messages import (
-    AllReduce,
-    AllReduced,
-    Defined,
-    Failed,
-    Lease,
-    Leased,
-    Leave,
-    Member,
-    Ok,
-    Placed,
-)
-from paramserve.testing.client import SimulatedClient
+from paramserve.errors import WorkerFenced
+from paramserve.messages import AllReduce, AllReduced, Failed, Lease, Leased, Member
 from paramserve.testing.history import Agreed, Call, Company
 
 if TYPE_CHECKING:
+    from paramserve.testing.client import SimulatedClient
     from paramserve.testing.scenario import Scenario
-    from paramserve.testing.simulated import SimulatedCluster
 
 LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
@@ -51,100 +35,42 @@ EVALUATES_S = 2.0
 `MOVE_S`, if they did."""
 
 
-class ScriptedClient(SimulatedClient):
-    """A client that first defines the blocks, or waits until another has."""
+class Script(ABC):
+    """What one client does, call by call, once the blocks are defined.
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self.changes: deque[Policy] = deque()
-        """Policies that it is to give the group, when it has room for a request."""
-        self._undefined = list(cluster.workload.blocks)
-        self._thinking = False
+    Args:
+        client: that makes its calls.
+    """
+
+    def __init__(self, client: SimulatedClient) -> None:
+        self.client = client
+        self.cluster = client.cluster
 
     @property
-    def computes(self) -> bool:
-        return self._thinking and self.cluster.scenario.slow_readers
-
-    def script(self) -> None:
-        if self._undefined:
-            self._place()
-        elif not self._thinking:
-            self._thinking = True
-            self.later(self.pause_s(), self._go_on)
+    def every(self) -> list[Any]:
+        """All that it pushes to and reads, or some."""
+        return self.cluster.workload.every(self.client)
 
     def pause_s(self) -> float:
         """How long it computes until its next call."""
         longest_s = LONG_PAUSE_S if self.cluster.scenario.slow_readers else PAUSE_S
-        return self.cluster.random.random() * longest_s * self.cluster.slowness(self.rank)
-
-    def _go_on(self) -> None:
-        self._thinking = False
-        for each in self.workload.parameters:
-            each.about_to_call(self)
-        self.retiring = self.steps.retiring
-        if self.retiring and self.left > 0:
-            self.left = 0
-        while self.changes and self.alive and not self.full:
-            self.change_policy(self.changes.popleft())
-            self.take_answers()
-        while self.alive and not self.full and self.next():
-            self.take_answers()
-        idle = self.alive and self.in_flight == 0 and not self.calling
-        if idle and self.full:  # of calls that were interrupted, whose answers no script awaits
-            self.script()
-        elif idle and self.left == 0:
-            groups = tuple(self.cluster.histories)
-            self.left = -1 if self.step(pull=self.every, groups=groups, then=self.last) else 0
+        return self.cluster.random.random() * longest_s * self.cluster.slowness(self.client.rank)
 
     @abstractmethod
     def next(self) -> bool:
         """Begin the next call, if one is left; whether another may follow at once."""
 
-    def answered(self, call: Call, error: ParamServeError | None) -> None:
-        """A call is complete."""
-        if isinstance(error, WorkerFenced):
-            self._fence(error.failed)
-        else:
-            self.script()
+    def step(self, push: Sequence[Any] = (), pull: Sequence[Any] = (), **options: Any) -> bool:
+        """One step; its answer lets the client go on, if no `then` is given. Whether it was
+        sent."""
+        return self.client.step(push, pull, **{"then": self.client.answered, **options})
 
-    def last(self, call: Call, error: ParamServeError | None) -> None:
-        """The last read is complete: leave."""
-        if isinstance(error, WorkerFenced):
-            self._fence(error.failed)
-        else:
-            self.call(Leave(0), lambda _: self.end())
-
-    # --- define -------------------------------------------------------------------------
-
-    def _place(self) -> None:
-        self.call(self.workload.placing(self, self._undefined[0]), self._placed)
-
-    def _placed(self, reply: Placed | Failed) -> None:
-        if isinstance(reply, Failed):
-            self._fence(reply.failed)
-            return
-        block = Block(reply.spec)
-        self.exchange.blocks[block.id] = self.cluster.blocks[block.id] = block
-        self.blocks[self._undefined[0]] = block
-        self.steps.defined(block)
-        if reply.attempt == 0:
-            self._known()
-        else:
-            call = Defined(0, block.id, reply.attempt)
-            self.define(block, reply.attempt, partial(self._defined, call))
-
-    def _defined(self, call: Defined, operation: Operation) -> None:
-        if operation.error is not None:
-            self._fence(operation.error.failed)
-        else:
-            self.call(call, self._known)
-
-    def _known(self, reply: Ok | None = None) -> None:
-        self._undefined.pop(0)
-        self.script()
+    def shown(self, call: Call, group: str) -> int | None:
+        """How many synchronous clocks a call's reads contain; None: not known."""
+        return None
 
 
-class SimulatedWorker(ScriptedClient):
+class WorkerScript(Script):
     """Steps through its clocks: pushes, ticks and pulls in changing company, and sometimes a rest.
 
     A later incarnation goes on at the clock that its rank has reached, and repeats the step that
@@ -152,9 +78,9 @@ class SimulatedWorker(ScriptedClient):
     being decided without its rank, which had ended for good.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self._evaluates = cluster.evaluates
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
+        self._evaluates = self.cluster.evaluates
         """Whether it will in its next rest."""
         self._evaluations: list[float] = []
         """How long it computes after each of its reads that are left but the last."""
@@ -167,7 +93,7 @@ class SimulatedWorker(ScriptedClient):
         if call.pending or not (call.tick or call.push is None):
             return None
         clocks = (call.clock, max(0, call.clock + call.tick - 1))
-        known = [self.traits_at(clock, group).policy for clock in clocks]
+        known = [self.client.traits_at(clock, group).policy for clock in clocks]
         if not all(isinstance(policy, Sync) for policy in known):
             return None
         alone = not call.tick and any(
@@ -177,13 +103,13 @@ class SimulatedWorker(ScriptedClient):
         return None if alone else call.clock + call.tick
 
     def next(self) -> bool:
-        if self.left <= 0:
+        if self.client.left <= 0:
             return False
         if self._evaluations:
             self._evaluations.pop()
-            self.step(pull=self.every, then=self.answered)
+            self.step(pull=self.every)
             return False
-        self.left -= 1
+        self.client.left -= 1
         kind = self.cluster.random.random()
         if kind >= RESTS_FROM:
             self._rest()
@@ -193,34 +119,34 @@ class SimulatedWorker(ScriptedClient):
 
     def _rest(self) -> None:
         """Let no clock wait for it until its next step, before which it may evaluate once."""
-        self.suspend()
-        if self._evaluates and self.steps.membership.pending(self.block.group_name):
+        self.client.suspend()
+        if self._evaluates and self.client.steps.membership.pending(self.client.block.group_name):
             self._evaluates = False
-            random = Random(f"evaluations {self.cluster.seed} {self.writer}")
+            random = Random(f"evaluations {self.cluster.seed} {self.client.writer}")
             times = range(EVALUATIONS)
             self._evaluations = [random.uniform(EVALUATES_S / 2, EVALUATES_S) for _ in times]
 
     def _step_of(self, kind: float) -> None:
-        every, collects = self.every, self.traits_at(self.clock).collects
+        every, collects = self.every, self.client.traits_at(self.client.clock).collects
         if kind < 0.68:
-            self.step(every, every, tick=True, then=self.answered)
+            self.step(every, every, tick=True)
         elif kind < 0.78:
-            self.step(every, tick=True, then=self.answered)
+            self.step(every, tick=True)
         elif kind < 0.88:
-            self.step(pull=every, then=self.answered)
+            self.step(pull=every)
         elif kind < 0.92:
-            self.step(pull=every, tick=True, then=self.answered)
+            self.step(pull=every, tick=True)
         elif kind < 0.96:
-            self.step(every, every, tick=True, skip=True, then=self.answered)
+            self.step(every, every, tick=True, skip=True)
         elif kind < 0.965:
-            self.step(every, every, tick=True, wrong=True, then=self.answered)
+            self.step(every, every, tick=True, wrong=True)
         elif collects or kind < 0.97:
-            self.step(every, every, tick=True, spoiled=True, then=self.answered)
+            self.step(every, every, tick=True, spoiled=True)
         else:
-            self.step(every[1:], every[:1], then=self.answered)
+            self.step(every[1:], every[:1])
 
 
-class GroupsWorker(SimulatedWorker):
+class GroupsScript(WorkerScript):
     """Steps two groups, in one call or one after the other; sometimes one of them rests a while.
 
     After each step of the first group comes one of the second: all workers step them in this order.
@@ -230,9 +156,9 @@ class GroupsWorker(SimulatedWorker):
     which wait for it in the other one.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self._groups = cluster.workload.in_order
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
+        self._groups = self.cluster.workload.in_order
         self._owes = False
         """Whether the second group's step is to follow."""
         self._out: dict[str, int] = {}
@@ -241,23 +167,23 @@ class GroupsWorker(SimulatedWorker):
         """Whether a group has rested since the last step of both."""
 
     def next(self) -> bool:
-        if self.left <= 0:
+        if self.client.left <= 0:
             return False
         first, second = self._groups
         if self._owes:
             self._owes = not self._step(second)
             return True
-        self.left -= 1
+        self.client.left -= 1
         draw = self.cluster.random.random
         if draw() < 0.08 and not self._rested:
             out = self.cluster.random.choice(((first,), (second,), (first, second)))
-            self.suspend(*out)
+            self.client.suspend(*out)
             self._out, self._rested = dict.fromkeys(out, 1 + int(3 * draw())), True
             return False
         here = [group for group in self._groups if group not in self._out]
         self._out = {group: left - 1 for group, left in self._out.items() if left > 1}
         if draw() < 0.1:
-            self.step(pull=self.every, groups=self._groups, then=self.answered)
+            self.step(pull=self.every, groups=self._groups)
         elif len(here) == 2 and draw() < 0.4:
             self._owes = self._step(first)
             self._rested = self._rested and not self._owes
@@ -269,17 +195,17 @@ class GroupsWorker(SimulatedWorker):
         own = [each for each in self.every if each.group_name in groups]
         draw = self.cluster.random.random
         pull, skip = own if draw() < 0.7 or self._rested else [], draw() < 0.05
-        if self.rank % 2:  # the client has to send them in one order
+        if self.client.rank % 2:  # the client has to send them in one order
             groups = groups[::-1]
-        return self.step(own, pull, tick=True, skip=skip, groups=groups, then=self.answered)
+        return self.step(own, pull, tick=True, skip=skip, groups=groups)
 
 
-class LeasingWorker(SimulatedWorker):
+class LeasingScript(WorkerScript):
     """A worker that steps through samples which it draws by lease, until none are left."""
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        self.left = cluster.scenario.samples
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
+        self.client.left = self.cluster.scenario.samples
         """More steps than it may get."""
         self._leased: Leased | None = None
         self._used = 0
@@ -292,15 +218,15 @@ class LeasingWorker(SimulatedWorker):
         self._rests = False
 
     def next(self) -> bool:
-        if self.left <= 0 or self._asking:
+        if self.client.left <= 0 or self._asking:
             return False
         leased = self._leased
         if leased is not None and self._used < leased.stop - leased.start:
-            self.left -= 1
+            self.client.left -= 1
             self._use(leased)
             return True
         if self._dry:
-            if not self.in_flight:
+            if not self.client.in_flight:
                 self._draw_idle()
         else:
             self._draw(wait_s=0.0, idle=False)
@@ -310,10 +236,10 @@ class LeasingWorker(SimulatedWorker):
         start = leased.start + self._used
         stop = min(start + leased.batch, leased.stop)
         mark, self._rests = (leased.lease, stop - leased.start), False
-        self.steps.next_mark = lambda: mark
+        self.client.steps.next_mark = lambda: mark
         every, both = self.every, self.cluster.random.random() < 0.8
         pull = every if both else ()
-        if self.step(every, pull, tick=True, samples=(start, stop), then=self.answered):
+        if self.step(every, pull, tick=True, samples=(start, stop)):
             self._mark, self._used = mark, stop - leased.start
 
     def _draw_idle(self) -> None:
@@ -322,37 +248,37 @@ class LeasingWorker(SimulatedWorker):
             self._draw(wait_s=LEASE_WAIT_S, idle=True)
             return
         self._rests = True
-        self.suspend()  # and again, when it goes on
+        self.client.suspend()  # and again, when it goes on
 
     def _draw(self, wait_s: float, idle: bool) -> None:
         self._asking = True
         taken = self._mark if idle else None
         message = Lease(0, "samples", self.cluster.plan, 0, self._seen, wait_s, 0.0, idle, taken)
-        self.call(message, self._given)
+        self.client.call(message, self._given)
 
     def _given(self, reply: Leased | Failed) -> None:
         self._asking = False
         if isinstance(reply, Failed):
-            self._fence(reply.failed)
+            self.client.fence(reply.failed)
             return
         if reply.over:
-            self.left = 0
-            self.cluster.recorder.samples_over(self)
+            self.client.left = 0
+            self.cluster.recorder.samples_over(self.client)
         self._dry = not reply.lease
         if reply.lease:
             self._leased, self._used, self._seen = reply, 0, reply.lease
-        self.script()
+        self.client.go_on()
 
 
-class AgreeingWorker(SimulatedWorker):
+class AgreeingScript(WorkerScript):
     """A worker that makes a collective after each `COLLECTIVE_EVERY` clocks, and never rests.
 
     Its value is a bit for its rank, so that the sum says whose values are in it. A later
     incarnation begins with the first collective, as a program does that runs its epochs again.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
         self._seen = 0
         self._made = 0
         """Collectives of this incarnation."""
@@ -362,26 +288,26 @@ class AgreeingWorker(SimulatedWorker):
         """Whether the others have returned, so that it makes no collective any more."""
 
     def next(self) -> bool:
-        if self.left <= 0 or self.calling:
+        if self.client.left <= 0 or self.client.calling:
             return False
-        group = self.workload.group
-        began = 0 if self.incarnation > 1 else self.steps.resumed.get(group, 0)
-        if (self.clock - began) // COLLECTIVE_EVERY > self._made and not self._deserted:
-            if not self.in_flight:
+        group = self.cluster.workload.group
+        began = 0 if self.client.incarnation > 1 else self.client.steps.resumed.get(group, 0)
+        if (self.client.clock - began) // COLLECTIVE_EVERY > self._made and not self._deserted:
+            if not self.client.in_flight:
                 self._others = self._present_others()
                 self._agree()
             return False
-        self.left -= 1
+        self.client.left -= 1
         self._step_of(self.cluster.random.random() * RESTS_FROM)
         return True
 
     def _agree(self) -> None:
-        dtype = "float64" if self.writer % 3 == 1 else "int64"
-        value = np.array(1 << self.rank, dtype).tobytes()
+        dtype = "float64" if self.client.writer % 3 == 1 else "int64"
+        value = np.array(1 << self.client.rank, dtype).tobytes()
         place = (self._made + 1) * COLLECTIVE_EVERY
         wait_s = LEASE_WAIT_S
         message = AllReduce(0, "sum", dtype, (), value, self._seen, place, wait_s, number=True)
-        self.call(message, self._told)
+        self.client.call(message, self._told)
 
     def _told(self, reply: AllReduced | Failed) -> None:
         if isinstance(reply, Failed):
@@ -392,26 +318,26 @@ class AgreeingWorker(SimulatedWorker):
             return
         if reply.number > self._seen:  # else it is to end, and has got its own value
             ranks = int(np.frombuffer(reply.value, reply.dtype)[0])
-            again = self.late or self.incarnation > 1
-            agreed = Agreed(self.writer, self.rank, reply.number, ranks, again)
+            again = self.client.late or self.client.incarnation > 1
+            agreed = Agreed(self.client.writer, self.client.rank, reply.number, ranks, again)
             self.cluster.history.agreed.append(agreed)
-            self._tell_company(alone=ranks == 1 << self.rank and not again)
+            self._tell_company(alone=ranks == 1 << self.client.rank and not again)
         self._seen, self._made = reply.number, self._made + 1
-        self.cluster.recorder.moved(self)
-        self.script()
+        self.cluster.recorder.moved(self.client)
+        self.client.go_on()
 
     def _refused(self, reply: Failed) -> None:
         """It is fenced, or the others have returned."""
         if reply.kind == WorkerFenced.__name__:
-            self._fence(reply.failed)
+            self.client.fence(reply.failed)
             return
         self._tell_company(refused=True)
         self._deserted = True
-        self.script()
+        self.client.go_on()
 
     def _present_others(self) -> dict[int, Member]:
         members = self.cluster.coordinator.coordination.membership.members
-        return {rank: member for rank, member in members.items() if rank != self.rank}
+        return {rank: member for rank, member in members.items() if rank != self.client.rank}
 
     def _tell_company(self, *, refused: bool = False, alone: bool = False) -> None:
         before, now = self._others, self._present_others()
@@ -424,35 +350,35 @@ class AgreeingWorker(SimulatedWorker):
         over = all(each.state in (LEFT, DEAD) for each in before.values()) and before == now
         gone = tuple(r for r in before if over and r in returned and before[r].state == LEFT)
         number = self._made + 1
-        company = Company(self.writer, self.rank, number, refused, alone, live, gone)
+        company = Company(self.client.writer, self.client.rank, number, refused, alone, live, gone)
         self.cluster.history.company.append(company)
 
 
-class SimulatedReader(ScriptedClient):
+class ReaderScript(Script):
     """A client without a rank: it reads, and under Async pushes single blocks without a clock."""
 
     def next(self) -> bool:
-        if self.left <= 0:
+        if self.client.left <= 0:
             return False
-        self.left -= 1
+        self.client.left -= 1
         draw = self.cluster.random.random
         chosen = [block for block in self.every if draw() < 0.5]
         if chosen and self.cluster.counts_updates:
             chosen = self.every  # A push without elements on some shard would not show there.
         kind, groups = draw(), tuple(self.cluster.histories)
         if kind < 0.4 or not chosen:
-            self.step(pull=self.every, groups=groups, then=self.answered)
+            self.step(pull=self.every, groups=groups)
         elif kind < 0.7:
-            self.step(chosen, groups=groups, then=self.answered)
+            self.step(chosen, groups=groups)
         else:
-            self.step(chosen, self.every, groups=groups, then=self.answered)
+            self.step(chosen, self.every, groups=groups)
         return True
 
 
-def worker_of(scenario: Scenario) -> type[SimulatedWorker]:
+def script_of(scenario: Scenario) -> type[Script]:
     """What the workers of a scenario do."""
     if scenario.second is not None:
-        return GroupsWorker
+        return GroupsScript
     if scenario.samples:
-        return LeasingWorker
-    return AgreeingWorker if scenario.collectives else SimulatedWorker
+        return LeasingScript
+    return AgreeingScript if scenario.collectives else WorkerScript

@@ -23,6 +23,7 @@ from paramserve.core.partition import Block
 from paramserve.core.shard import Shard
 from paramserve.messages import Hello, LeasePlan
 from paramserve.testing.checkers import SHOWN_MAX, Violation, check
+from paramserve.testing.client import SimulatedClient
 from paramserve.testing.counting import AddWhole
 from paramserve.testing.history import Call, Deletion, History
 from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
@@ -30,12 +31,7 @@ from paramserve.testing.network import Bytes, End, Faults, Network, Stream
 from paramserve.testing.process import DEADLINES, ClientProcess, SimulatedExchange
 from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve.testing.scenario import Scenario
-from paramserve.testing.scripts import (
-    ScriptedClient,
-    SimulatedReader,
-    SimulatedWorker,
-    worker_of,
-)
+from paramserve.testing.scripts import ReaderScript, Script, script_of
 from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
 from paramserve.testing.workload import Setting
 from paramserve.virtual import VirtualClock
@@ -93,9 +89,11 @@ class SimulatedCluster:
     session_type: type[ClientSession] = ClientSession
     exchange_type: type[SimulatedExchange] = SimulatedExchange
     coordination_type: type[Coordination] = Coordination
-    worker_type: type[SimulatedWorker] | None = None
-    """None: that of the workload, or the one that goes with the scenario."""
-    reader_type: type[SimulatedReader] = SimulatedReader
+    client_type: type[SimulatedClient] = SimulatedClient
+    worker_script: type[Script] | None = None
+    """Of each worker; None: that of the workload, or the one that goes with the scenario."""
+    reader_script: type[Script] = ReaderScript
+    """Of the client that belongs to no rank."""
     replayed_by = "paramserve.testing.replay"
     """The function that repeats a run."""
     writers_more = 0
@@ -140,7 +138,8 @@ class SimulatedCluster:
         self.counts_updates = self.scenario.counts_updates
         writers = self.scenario.workers + 1 + RESTARTS_MAX + JOINS_MAX + self.writers_more
         self.workload = self.scenario.workload(Setting(seed, self.scenario, writers))
-        self.worker_type = self.worker_type or self.workload.worker or worker_of(self.scenario)
+        own = self.worker_script or self.workload.script
+        self.worker_script = own or script_of(self.scenario)
         self.blocks: dict[int, Block] = {}
         self.histories = {self.workload.group: self.history}
         """By group."""
@@ -155,7 +154,7 @@ class SimulatedCluster:
         """By the id that the coordinator gave."""
         self.wanted = self.least_wanted = self.scenario.workers
         """Workers that the run is to have, and the least that it was to have."""
-        self.clients: list[ClientProcess] = []
+        self.clients: list[SimulatedClient] = []
         self.nemesis = Nemesis(self)
         self._slow: dict[int, tuple[float, float]] = {}
         """By rank: by how much a worker is slowed down, and until when."""
@@ -171,7 +170,7 @@ class SimulatedCluster:
     def _start_clients(self) -> None:
         for rank in range(self.scenario.workers):
             self.start_worker(self.network.delay_s(), rank)
-        self._start_after(self.network.delay_s(), self.reader_type, -1)
+        self.start(self.network.delay_s(), self.reader_script, -1)
 
     # --- a run --------------------------------------------------------------------------
 
@@ -229,30 +228,31 @@ class SimulatedCluster:
 
     # --- processes ----------------------------------------------------------------------
 
-    def _start(self, kind: Callable[..., ClientProcess], rank: int) -> None:
+    def _start(self, script: type[Script], rank: int) -> None:
         self._starting -= 1
-        client = kind(self, len(self.clients), rank)
+        client = self.client_type(self, len(self.clients), rank, script)
         self.clients.append(client)
         client.start()
 
-    def _start_after(self, delay_s: float, kind: Callable[..., ClientProcess], rank: int) -> None:
+    def start(self, delay_s: float, script: type[Script], rank: int) -> None:
+        """Start a client's process after a while; rank -1: it belongs to none."""
         self._starting += 1
-        self.clock.after(delay_s, self._start, kind, rank)
+        self.clock.after(delay_s, self._start, script, rank)
 
     def start_worker(self, delay_s: float, rank: int) -> None:
         """Start a worker after a while."""
-        assert self.worker_type is not None
-        self._start_after(delay_s, self.worker_type, rank)
+        assert self.worker_script is not None
+        self.start(delay_s, self.worker_script, rank)
 
     def maybe_fail(self, client: ClientProcess) -> None:
         """A worker has sent a request: the moment for a fault."""
-        self.nemesis.sent(client)
+        self.nemesis.sent(self.clients[client.writer])
 
     def joined(self, client: ClientProcess) -> None:
         """The coordinator has given a client its id."""
         self.writers[client.id] = client.writer
 
-    def stop(self, client: ClientProcess, seconds: float) -> None:
+    def stop(self, client: SimulatedClient, seconds: float) -> None:
         """Let a client's process stand still for a time."""
         self.network.note(f"writer {client.writer} stands still for {seconds:.3f} s")
         client.freeze(seconds)
@@ -269,11 +269,10 @@ class SimulatedCluster:
         self.network.note(f"{shard_place(shard)} loses its connection to the coordinator")
         self.servers[shard].control.stream.cut()
 
-    def leave(self, client: ClientProcess) -> None:
+    def leave(self, client: SimulatedClient) -> None:
         """Let a worker end by its own wish, after what it has sent."""
         self.network.note(f"writer {client.writer} is to leave")
-        if isinstance(client, ScriptedClient):
-            client.left = min(client.left, 0)
+        client.left = min(client.left, 0)
 
     def slow_worker(self, rank: int, factor: float, seconds: float) -> None:
         """Let a worker's own computing take longer, for a time."""
@@ -285,10 +284,10 @@ class SimulatedCluster:
         factor, until = self._slow.get(rank, (1.0, 0.0))
         return factor if self.clock.now < until else 1.0
 
-    def change_policy(self, client: ClientProcess | None, policy: Policy) -> None:
+    def change_policy(self, client: SimulatedClient | None, policy: Policy) -> None:
         """Let a client, or the first one that lives, give the group another policy."""
         found = [each for each in self.clients if each.alive] if client is None else [client]
-        if self._changes < CHANGES_MAX and found and isinstance(found[0], ScriptedClient):
+        if self._changes < CHANGES_MAX and found:
             self._changes += 1
             self.network.note(f"writer {found[0].writer} is to change the policy to {policy!r}")
             found[0].changes.append(policy)
@@ -306,7 +305,7 @@ class SimulatedCluster:
             delay_s = self.network.delay_s() + self.random.random() * RESTART_S
             self.start_worker(delay_s, self.wanted - 1)
 
-    def kill(self, client: ClientProcess) -> None:
+    def kill(self, client: SimulatedClient) -> None:
         """End a client's process without a word."""
         self.network.note(f"writer {client.writer} is killed")
         client.kill()

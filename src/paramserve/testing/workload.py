@@ -28,6 +28,7 @@ from paramserve.testing.history import Call, Row
 if TYPE_CHECKING:
     from paramserve.testing.client import SimulatedClient
     from paramserve.testing.scenario import Scenario
+    from paramserve.testing.scripts import Script
     from paramserve.testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
@@ -189,12 +190,12 @@ class Workload:
     Args:
         parameters: those of the first group come first; of one group, those whose blocks clients
             choose before those that go with these.
-        worker: the process of its workers, where `Scenario` does not say which.
+        script: of its workers, where `Scenario` does not say which.
     """
 
-    def __init__(self, *parameters: Parameters, worker: type[Any] | None = None) -> None:
+    def __init__(self, *parameters: Parameters, script: type[Script] | None = None) -> None:
         self.parameters = parameters
-        self.worker = worker
+        self.script = script
         self.blocks = {n: pieces for each in parameters for n, pieces in each.blocks.items()}
         """By name, all that are defined, in this order."""
         self.groups = tuple(dict.fromkeys(each.group for each in parameters))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from tests.sim.workloads.beside import Beside
-from tests.sim.workloads.own_steps import OwnStepsWorker
+from tests.sim.workloads.own_steps import OwnSteps
 
 from paramserve.compiling import load_kernels
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
@@ -39,16 +39,16 @@ OFF_MAX = 1e-4
 """How far float32 may be off from float64 after all exchanges of a run."""
 
 
-class LocalWorker(OwnStepsWorker):
+class LocalScript(OwnSteps):
     """Makes own steps, and exchanges fragments that it and others have changed."""
 
     @property
     def step_s(self) -> float:
-        random, slowness = self.cluster.random.random(), self.cluster.slowness(self.rank)
+        random, slowness = self.cluster.random.random(), self.cluster.slowness(self.client.rank)
         return STEP_S * random * slowness
 
     def fragment(self, number: int) -> list[Any]:
-        return [self.blocks[f"part{number}"]]
+        return [self.client.blocks[f"part{number}"]]
 
 
 class Outer(Beside):
@@ -113,7 +113,7 @@ def own_steps(setting: Setting) -> Workload:
     shape = wide(setting.writers)
     blocks = {f"part{n}": (Piece(f"part{n}", shape),) for n in range(fragments)}
     parts = Counting(setting.writers, counting_rule(scenario.policies), blocks=blocks)
-    return Workload(parts, Outer(policy.outer, fragments), worker=LocalWorker)
+    return Workload(parts, Outer(policy.outer, fragments), script=LocalScript)
 
 
 # --- the outer rules, a second time --------------------------------------------------------------

@@ -13,10 +13,10 @@ from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
 from paramserve.testing.history import Call
-from paramserve.testing.scripts import SimulatedWorker
+from paramserve.testing.scripts import WorkerScript
 
 if TYPE_CHECKING:
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve.testing.client import SimulatedClient
 
 SPOILED = 0.15
 """Share of the exchanges that hold NaN."""
@@ -24,7 +24,7 @@ SETTLES_S = 1e-4
 """What a worker does between two calls where it makes no own step takes this long."""
 
 
-class OwnStepsWorker(SimulatedWorker):
+class OwnSteps(WorkerScript):
     """Makes own steps, exchanges a fragment after each so many, and goes on from its values.
 
     The policy is `LocalSteps` or `AsyncLocalSteps`, from the beginning to the end. A worker begins
@@ -35,9 +35,9 @@ class OwnStepsWorker(SimulatedWorker):
         behind: by fragment, own steps since that was exchanged last.
     """
 
-    def __init__(self, cluster: SimulatedCluster, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
-        policy = cluster.scenario.consistency
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
+        policy = self.cluster.scenario.consistency
         assert isinstance(policy, LocalSteps | AsyncLocalSteps)
         self._every = policy.steps_per_clock
         self._fragments, self._delay = 1, 0
@@ -68,7 +68,7 @@ class OwnStepsWorker(SimulatedWorker):
         return goal - self.since
 
     def pause_s(self) -> float:
-        if not self._read_all or self.left <= 0:
+        if not self._read_all or self.client.left <= 0:
             return SETTLES_S
         waits_at = self._delay if self._awaits else 0
         goal = waits_at if self.since < waits_at else self._every
@@ -80,23 +80,23 @@ class OwnStepsWorker(SimulatedWorker):
         self.since += made
         self.behind = [each + made for each in self.behind]
         if not self._read_all:
-            self._read_all = self.step(pull=self.every, then=self.answered)
-        elif self._awaits and (self.since >= self._delay or self.left <= 0):
+            self._read_all = self.step(pull=self.every)
+        elif self._awaits and (self.since >= self._delay or self.client.left <= 0):
             pass  # its values come first: `_exchanged` goes on
-        elif self.left <= 0:
+        elif self.client.left <= 0:
             self._settle()
         elif self.since >= self._every:
             self._exchange()
         else:
-            self.script()
+            self.client.go_on()
         return False
 
     # --- exchanges ----------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        self.left -= 1
-        if self._send([self.clock % self._fragments]) and self._delay:
-            self.script()
+        self.client.left -= 1
+        if self._send([self.client.clock % self._fragments]) and self._delay:
+            self.client.go_on()
 
     def _settle(self) -> None:
         """Exchange all that own steps have changed since."""
@@ -123,7 +123,7 @@ class OwnStepsWorker(SimulatedWorker):
 
     def _exchanged(self, call: Call, error: ParamServeError | None) -> None:
         self._awaits = False
-        self.answered(call, error)
+        self.client.answered(call, error)
 
     def fragment_of(self, block: Block) -> int:
         """Which fragment a block is of."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 from tests.sim.workloads.bandwidth import SharedLinks
-from tests.sim.workloads.own_steps import OwnStepsWorker
+from tests.sim.workloads.own_steps import OwnSteps
 
 from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepParts
@@ -39,8 +39,8 @@ from paramserve.rules.compiled import compiled
 from paramserve.testing.client import SimulatedClient
 from paramserve.testing.history import Call, History
 from paramserve.testing.network import Faults
-from paramserve.testing.process import ClientProcess
 from paramserve.testing.scenario import Scenario
+from paramserve.testing.scripts import Script
 from paramserve.testing.simulated import SimulatedCluster
 from paramserve.testing.workload import GroupStep, Parameters, Pushed, Workload
 
@@ -163,20 +163,21 @@ class StepsCounting(Parameters):
         return list(client.blocks.values())
 
     def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
-        assert isinstance(client, WorkingWorker)
-        client.in_exchange = 0.0
+        script = client.script
+        assert isinstance(script, Working)
+        script.in_exchange = 0.0
         for block in step.push:
-            behind = client.behind[client.fragment_of(block)]
+            behind = script.behind[script.fragment_of(block)]
             self._behind[client.writer, block.id] = behind
-            client.in_exchange += behind * block.size / self.values
+            script.in_exchange += behind * block.size / self.values
         pushes = list[tuple[BlockPush, Slot]]()
         if step.which is not None:
             pushes = [self.captured(client, block, step.which) for block in step.push]
         return structs.replace(parts, pushes=pushes, pull=step.pull)
 
 
-class WorkingWorker(OwnStepsWorker):
-    """A worker that makes own steps until the run's time is over.
+class Working(OwnSteps):
+    """Own steps until the run's time is over.
 
     Attributes:
         in_exchange: own steps whose changes are in its exchange.
@@ -186,8 +187,8 @@ class WorkingWorker(OwnStepsWorker):
 
     cluster: SimulatedWork
 
-    def __init__(self, cluster: SimulatedWork, writer: int, rank: int) -> None:
-        super().__init__(cluster, writer, rank)
+    def __init__(self, client: SimulatedClient) -> None:
+        super().__init__(client)
         self.dropped = self.in_exchange = 0.0
         self._computing_since = 0.0
         self.busy_s = 0.0
@@ -195,7 +196,7 @@ class WorkingWorker(OwnStepsWorker):
     @property
     def step_s(self) -> float:
         work = self.cluster.work
-        return work.step_s * (work.slow if self.rank == work.workers - 1 else 1.0)
+        return work.step_s * (work.slow if self.client.rank == work.workers - 1 else 1.0)
 
     @property
     def computing_s(self) -> float:
@@ -203,7 +204,7 @@ class WorkingWorker(OwnStepsWorker):
         return self.cluster.clock.now - self._computing_since if self._making else 0.0
 
     def fragment(self, number: int) -> list[Any]:
-        return [self.blocks[f"part.{number}"]]
+        return [self.client.blocks[f"part.{number}"]]
 
     def steps_until(self, goal: int) -> int:
         left_s = max(0.0, self.cluster.work.lasts_s - self.cluster.clock.now)
@@ -216,7 +217,7 @@ class WorkingWorker(OwnStepsWorker):
     def next(self) -> bool:
         self.busy_s += self._making * self.step_s
         if self.cluster.clock.now + self.step_s > self.cluster.work.lasts_s:
-            self.left = 0
+            self.client.left = 0
         return super().next()
 
     def _exchanged(self, call: Call, error: Any) -> None:
@@ -232,7 +233,7 @@ class SimulatedWork(SimulatedCluster):
         policy: the codecs are its own, `push` and `pull`.
     """
 
-    worker_type = WorkingWorker
+    worker_script = Working
     client_deadlines = server_deadlines = coordinator_deadlines = Deadlines()
 
     def __init__(
@@ -293,14 +294,14 @@ class SimulatedWork(SimulatedCluster):
         if living and self.clock.now < self.work.lasts_s:
             self.kill(self._chance.choice(living))
 
-    def _start(self, kind: Callable[..., ClientProcess], rank: int) -> None:
-        super()._start(kind, rank)
+    def _start(self, script: type[Script], rank: int) -> None:
+        super()._start(script, rank)
         self._lives[len(self.clients) - 1] = (self.clock.now, self.clock.now)
 
-    def ended(self, client: ClientProcess) -> None:
-        assert isinstance(client, WorkingWorker)
+    def ended(self, client: SimulatedClient) -> None:
+        assert isinstance(client.script, Working)
         self._lives[client.writer] = (self._lives[client.writer][0], self.clock.now)
-        client.busy_s += client.computing_s
+        client.script.busy_s += client.script.computing_s
         if not client.finished and self.clock.now < self.work.lasts_s:
             self.start_worker(self.work.restart_s, client.rank)
         if self.done:
@@ -324,12 +325,13 @@ class SimulatedWork(SimulatedCluster):
         possible = busy = applied = dropped = 0.0
         reached = self._reached()
         for client in self.clients:
-            assert isinstance(client, WorkingWorker)
+            script = client.script
+            assert isinstance(script, Working)
             began, ended = self._lives[client.writer]
-            possible += (ended - began) / client.step_s
-            busy += client.busy_s / client.step_s
+            possible += (ended - began) / script.step_s
+            busy += script.busy_s / script.step_s
             applied += reached[client.writer]
-            dropped += client.dropped
+            dropped += script.dropped
         return Useful(
             float(applied / possible),
             1.0 - busy / possible,
