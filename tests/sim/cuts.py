@@ -91,7 +91,7 @@ class SimulatedCuts(SimulatedCluster):
         for number, block in part.blocks.items():
             values = block.field(0)
             if values.size:
-                kind = self.workload.of(block.spec)
+                kind = self.workload.owner(block.spec)
                 assert isinstance(kind, Counting)
                 masks = self._masks(kind.read(values, block.low))
                 pushes[block.spec.group_name, Part(number, part.shard)] = masks
@@ -101,7 +101,7 @@ class SimulatedCuts(SimulatedCluster):
         return PartSeen(part.clients, part.clocks, pushes, marks)
 
     def _rows_seen(self, shard: int, table: TableCopy) -> dict[tuple[str, Part], tuple[int, ...]]:
-        kind = self.workload.of(table.spec)
+        kind = self.workload.owner(table.spec)
         assert isinstance(kind, Rows)
         found = dict[int, Any]()
         for rows in table.batches(table.layout):

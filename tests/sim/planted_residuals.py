@@ -93,17 +93,17 @@ def taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is started again begins with the residual of the incarnation that died, which
     counts twice then."""
-    joined = EncodedTensors.joined
+    enter = EncodedTensors.enter
 
     def inherits(tensors: EncodedTensors, client: Any) -> None:
-        joined(tensors, client)
+        enter(tensors, client)
         for other in client.cluster.clients:
             dead = encoder_of(other)
             if other is not client and other.rank == client.rank and dead is not None:
                 for number, left in dead._residuals.items():
                     client.steps.encoder.begin(dead._blocks[number], left)
 
-    monkeypatch.setattr(EncodedTensors, "joined", inherits)
+    monkeypatch.setattr(EncodedTensors, "enter", inherits)
 
 
 ALL: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (

@@ -144,16 +144,16 @@ class SavedTensors(EncodedTensors):
     """Tensors with a codec, whose residuals are in checkpoints.
 
     Attributes:
-        captured_of: by cut and rank, the writer whose residual was copied for it.
+        captures: by cut and rank, the writer whose residual was copied for it.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.captured_of: dict[tuple[int, int], int] = {}
+        self.captures: dict[tuple[int, int], int] = {}
         self._fetched: set[tuple[int, int]] = set()
         """Writers and blocks whose residual was asked for."""
 
-    def joined(self, client: SimulatedClient) -> None:
+    def enter(self, client: SimulatedClient) -> None:
         encoder = RemembersChanges(client.rank, client.exchange.take_each)
         encoder.captured = partial(self._captured, client)
         client.steps.encoder = encoder
@@ -163,7 +163,7 @@ class SavedTensors(EncodedTensors):
 
     def _captured(self, client: SimulatedClient, captured: Captured) -> None:
         if client.rank >= 0:
-            self.captured_of[captured.cut, client.rank] = client.writer
+            self.captures[captured.cut, client.rank] = client.writer
             for server in client.cluster.servers:
                 _Sending(client, server, pieces(captured, self._feeding(client), server.number))
 
@@ -193,7 +193,7 @@ class SavedTensors(EncodedTensors):
             client.steps.encoder.begin(block, found)
 
 
-def saved(setting: Setting) -> Workload:
+def saved_tensors(setting: Setting) -> Workload:
     return Workload(Counting(setting.writers), SavedTensors(setting.seed))
 
 
@@ -316,7 +316,7 @@ class SimulatedResidualResumes(SimulatedResumes):
         """Writers of before whose residual is in that of a client of now."""
         taken = set[int]()
         paths = {each.path for each in self.fell_to.files} if self.fell_to is not None else set()
-        for (cut, rank), writer in self.tensors.captured_of.items():
+        for (cut, rank), writer in self.tensors.captures.items():
             path = residual_path(block.spec.group_name, block.id, rank)
             there = any(each.endswith(f"/{path}") for each in paths)
             if cut == self._cut and writer in self.lost and there:
@@ -338,7 +338,7 @@ class SimulatedResidualResumes(SimulatedResumes):
 def resumed_with_residuals(seed: int, **options: Any) -> SimulatedResidualResumes:
     """Run one seed and check it."""
     plain: dict[str, Any] = {"workers": 2, "steps": 24, "restarts": True, "others": ()}
-    plain["workload"] = saved
+    plain["workload"] = saved_tensors
     options = {**plain, "faults": FAULTS, "links": "tcp", **options}
     cluster = SimulatedResidualResumes(seed, Scenario(**options))
     cluster.run()

@@ -183,7 +183,9 @@ class SimulatedResumes(SimulatedCluster):
         for server in self.servers:
             for _, block in sorted(server.shard.blocks.items()):
                 shards = self.scenario.servers
-                for number, row in self.workload.of(block.spec).rows(block, server.number, shards):
+                for number, row in self.workload.owner(block.spec).rows(
+                    block, server.number, shards
+                ):
                     yield (block.spec.group_name, Part(number, server.number)), row.pushes
 
     @property

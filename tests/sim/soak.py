@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tests.sim.policies import OWN_STEPS, POLICIES, TABLE_POLICIES
 from tests.sim.resumes import CASES, resumed
-from tests.sim.workloads.encoded import encoded
+from tests.sim.workloads.encoded import encoded_tensors
 from tests.sim.workloads.encoded_tables import encoded_table
 from tests.sim.workloads.halves import halves
 from tests.sim.workloads.local_steps import own_steps
@@ -28,7 +28,7 @@ from tests.sim.workloads.tables import table, table_beside_tensors
 
 from paramserve.testing import Scenario, SimulatedCluster, Violation
 from paramserve.testing.counting import counting
-from paramserve.testing.workload import Composed
+from paramserve.testing.workload import WorkloadFactory
 
 CHUNK = 20
 """Seeds that a process takes at a time."""
@@ -64,15 +64,15 @@ class Lost(NamedTuple):
     """The seed behind the last."""
 
 
-OTHERS: dict[str, Composed] = {"halves": halves, "own_steps": own_steps}
+OTHERS: dict[str, WorkloadFactory] = {"halves": halves, "own_steps": own_steps}
 
 
-def workload_of(chunk: Chunk) -> Composed:
+def workload_of(chunk: Chunk) -> WorkloadFactory:
     """What the clients train: with a second group, the table is that."""
     if chunk.other:
         return OTHERS[chunk.other]
     if chunk.encoded:
-        return encoded_table if chunk.tables else encoded
+        return encoded_table if chunk.tables else encoded_tensors
     if not chunk.tables:
         return counting
     return table_beside_tensors if chunk.second else table

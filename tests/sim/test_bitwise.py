@@ -22,7 +22,7 @@ from paramserve.testing import (
     SimulatedCluster,
     Workload,
 )
-from paramserve.testing.counting import wide
+from paramserve.testing.counting import wide_shape
 from paramserve.testing.scripts import ReaderScript, WorkerScript
 
 WORKERS, STEPS = 3, 8
@@ -43,7 +43,7 @@ class RandomGradients(Parameters):
     every, add = Counting.every, Counting.add
 
     def __init__(self, writers: int, rule: Rule) -> None:
-        split = {"wide": (Piece("wide", wide(writers, self.dtype)),)}
+        split = {"wide": (Piece("wide", wide_shape(writers, self.dtype)),)}
         self.blocks = {**Counting(writers).blocks, **split}
         self.rule = rule
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tests.sim import planted_deltas, planted_residuals
 from tests.sim.policies import TABLE_POLICIES
-from tests.sim.workloads.encoded import EncodedTensors, encoded, encoder_of
+from tests.sim.workloads.encoded import EncodedTensors, encoded_tensors, encoder_of
 
 from paramserve.codecs import Codec
 from paramserve.consistency.base import Policy
@@ -26,7 +26,7 @@ FOUND_WITHIN = 20
 def simulated(seed: int) -> tuple[SimulatedCluster, EncodedTensors]:
     """A cluster that has run one seed, and what it has trained with codecs."""
     policy = POLICIES["async-drop"]
-    scenario = Scenario(consistency=policy, faults=FAULTS, links="tcp", workload=encoded)
+    scenario = Scenario(consistency=policy, faults=FAULTS, links="tcp", workload=encoded_tensors)
     cluster = SimulatedCluster(seed, scenario)
     cluster.run()
     (tensors,) = (e for e in cluster.workload.parameters if isinstance(e, EncodedTensors))
@@ -37,7 +37,13 @@ def simulated(seed: int) -> tuple[SimulatedCluster, EncodedTensors]:
 def test_seeds_of_encoded_gradients_keep_every_invariant(policy: str) -> None:
     for seed in range(SEEDS):
         servers, links = 1 + seed % 3, "tcp" if seed % 2 else "mixed"
-        replay(seed, workload=encoded, consistency=POLICIES[policy], servers=servers, links=links)
+        replay(
+            seed,
+            workload=encoded_tensors,
+            consistency=POLICIES[policy],
+            servers=servers,
+            links=links,
+        )
 
 
 def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:

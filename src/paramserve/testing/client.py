@@ -80,7 +80,7 @@ class SimulatedClient(ClientProcess):
     def _begin_steps(self, joined: Joined) -> None:
         super()._begin_steps(joined)
         for each in self.workload.parameters:
-            each.joined(self)
+            each.enter(self)
 
     @property
     def block(self) -> Block:
@@ -111,7 +111,7 @@ class SimulatedClient(ClientProcess):
     def _make_calls(self) -> None:
         self._thinking = False
         for each in self.workload.parameters:
-            each.about_to_call(self)
+            each.prepare_calls(self)
         self.retiring = self.steps.retiring
         if self.retiring and self.left > 0:
             self.left = 0
@@ -172,7 +172,7 @@ class SimulatedClient(ClientProcess):
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
         """Bring a block's first values to all shards; `then` is called when all have answered."""
-        slots = self.workload.of(block.spec).first_values(self, block)
+        slots = self.workload.owner(block.spec).first_values(self, block)
         requests = [
             Define(0, block.spec, attempt, slots[0].arena, offset_of(block, slots[0], shard))
             if slots
@@ -284,7 +284,7 @@ class SimulatedClient(ClientProcess):
     def sending(
         self, requests: Sequence[ShardRequest], operation: Operation
     ) -> Sequence[ShardRequest]:
-        self.workload.sending(self, requests)
+        self.workload.record_requests(self, requests)
         step = requests[0]
         if isinstance(step, JoinGroup):  # in the others it is no member until they follow
             for each in self.blocks.values():

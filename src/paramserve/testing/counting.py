@@ -122,7 +122,7 @@ class Counting(Parameters):
         self.blocks = {
             "left": (Piece("left.a", (self.tile,)), Piece("left.b", (2, self.tile))),
             "right": (Piece("right", (self.tile,)),),
-            "wide": (Piece("wide", wide(writers)),),
+            "wide": (Piece("wide", wide_shape(writers)),),
         }
         if blocks is not None:
             self.blocks = dict(blocks)
@@ -145,7 +145,7 @@ class Counting(Parameters):
     def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:
         pushes = list[tuple[BlockPush, Slot]]()
         if step.which is not None:
-            pushes = [self.captured(client, block, step.which) for block in step.push]
+            pushes = [self.capture(client, block, step.which) for block in step.push]
         if step.spoiled:
             last = pushes[-1][0]
             last.gradient[-1] = np.nan
@@ -218,7 +218,7 @@ class Counting(Parameters):
         return found
 
 
-def wide(writers: int, dtype: np.dtype[Any] = Counting.dtype) -> tuple[int, int]:
+def wide_shape(writers: int, dtype: np.dtype[Any] = Counting.dtype) -> tuple[int, int]:
     """The shape of a tensor of whole tiles that is split over all shards."""
     tile = 2 * writers
     return -(-SPLIT_BYTES_MIN // (tile * dtype.itemsize)), tile
@@ -230,6 +230,6 @@ def counting(setting: Setting) -> Workload:
     first = Counting(setting.writers, rule)
     if setting.scenario.second is None:
         return Workload(first)
-    shape = wide(setting.writers)
+    shape = wide_shape(setting.writers)
     blocks = {"up": (Piece("up", (2, shape[1])),), "tall": (Piece("tall", shape),)}
     return Workload(first, Counting(setting.writers, rule, "second", blocks))

@@ -236,7 +236,7 @@ class Recorder:
         for server in cluster.servers:
             for _, block in sorted(server.shard.blocks.items()):
                 own = cluster.histories[block.spec.group_name]
-                kind = cluster.workload.of(block.spec)
+                kind = cluster.workload.owner(block.spec)
                 for number, row in kind.rows(block, server.number, shards):
                     own.final[Part(number, server.number)] = row
         for client in cluster.clients:
@@ -277,9 +277,9 @@ class ShardRecorder:
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
         """By group and block: the masks of all writers, as they were last."""
 
-    def made(self, block: ShardBlock | KeyedBlock) -> None:
+    def watch(self, block: ShardBlock | KeyedBlock) -> None:
         """A part of a block has been made."""
-        self._cluster.workload.of(block.spec).made(self._shard.number, block)
+        self._cluster.workload.owner(block.spec).watch(self._shard.number, block)
 
     def before(self, event: Event) -> None:
         """An event is about to happen."""
@@ -335,7 +335,7 @@ class ShardRecorder:
         workload = self._cluster.workload
         blocks, shards = sorted(group.blocks.items()), self._cluster.scenario.servers
         number = self._shard.number
-        seen = [workload.of(b.spec).masks(b, number, shards) for _, b in blocks]
+        seen = [workload.owner(b.spec).masks(b, number, shards) for _, b in blocks]
         for number, masks in chain.from_iterable(seen):
             old = self._pushes.get((group.id, number), (0,) * len(masks))
             self._pushes[group.id, number] = masks
@@ -410,7 +410,7 @@ class RecordedShard(Shard):
 
     def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
         block = super().new_block(spec, attempt)
-        self.recorder.made(block)
+        self.recorder.watch(block)
         return block
 
     def step(self, event: Event, now: float) -> Effects:

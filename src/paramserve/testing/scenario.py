@@ -14,7 +14,7 @@ from paramserve.consistency.registry import check_registered
 from paramserve.testing.counting import counting
 from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve.testing.network import Faults
-from paramserve.testing.workload import Composed
+from paramserve.testing.workload import WorkloadFactory
 
 OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
 
@@ -64,7 +64,7 @@ class Scenario:
     second: Policy | None = None
     unregistered: tuple[int, ...] = ()
     deletes: bool = False
-    workload: Composed = counting
+    workload: WorkloadFactory = counting
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -97,10 +97,10 @@ class Scenario:
         plain = Scenario()
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {n: each for n, each in values.items() if each != getattr(plain, n)}
-        return ", ".join(f"{name}={_written(each)}" for name, each in changed.items())
+        return ", ".join(f"{name}={_as_code(each)}" for name, each in changed.items())
 
 
-def _written(value: Any) -> str:
+def _as_code(value: Any) -> str:
     """A value as code: functions by their names."""
     function = isinstance(value, FunctionType | type)
     return f"{value.__module__}.{value.__qualname__}" if function else repr(value)

@@ -220,7 +220,7 @@ class SimulatedCluster:
     def trace(self) -> str:
         """A hash over all that has arrived and over the values of all shards."""
         values = b"".join(
-            self.workload.of(block.spec).bytes_of(block)
+            self.workload.owner(block.spec).bytes_of(block)
             for server in self.servers
             for _, block in sorted(server.shard.blocks.items())
         )

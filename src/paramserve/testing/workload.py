@@ -100,7 +100,7 @@ class Parameters:
 
     # --- clients ------------------------------------------------------------------------
 
-    def joined(self, client: SimulatedClient) -> None:
+    def enter(self, client: SimulatedClient) -> None:
         """A client has joined and made its `Steps`."""
 
     def placing(self, client: SimulatedClient, name: str, placing: PlaceBlock) -> PlaceBlock:
@@ -117,10 +117,10 @@ class Parameters:
         self.start(slot.array(block), block)
         return [slot]
 
-    def about_to_call(self, client: SimulatedClient) -> None:
+    def prepare_calls(self, client: SimulatedClient) -> None:
         """A client has computed, and makes its next calls."""
 
-    def sending(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
+    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
         """A client sends requests, one to each shard."""
 
     def every(self, client: SimulatedClient) -> list[Any]:
@@ -132,7 +132,7 @@ class Parameters:
         """Write the gradient of one push for one block, [size], and return its active pieces."""
         raise NotImplementedError
 
-    def captured(
+    def capture(
         self, client: SimulatedClient, block: Block, push: Pushed
     ) -> tuple[BlockPush, Slot]:
         """The gradient of one push for one block, in a client's memory."""
@@ -156,7 +156,7 @@ class Parameters:
 
     # --- shards -------------------------------------------------------------------------
 
-    def made(self, shard: int, block: ShardBlock | KeyedBlock) -> None:
+    def watch(self, shard: int, block: ShardBlock | KeyedBlock) -> None:
         """A shard has made its part of a block, which is not defined yet."""
 
     def rows(
@@ -220,7 +220,7 @@ class Workload:
         keyed = {each.group for each in self.parameters if each.keyed}
         return sorted(self.groups, key=lambda group: group not in keyed)
 
-    def of(self, spec: BlockSpec) -> Parameters:
+    def owner(self, spec: BlockSpec) -> Parameters:
         """The kind that a block is of."""
         return self._owners[self._names[spec.pieces[0].name]]
 
@@ -259,10 +259,10 @@ class Workload:
             if each.group == parts.block.group_name:
                 each.record(client, call, outcome, pull, parts)
 
-    def sending(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
+    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
         """A client sends requests, one to each shard."""
         for each in self.parameters:
-            each.sending(client, requests)
+            each.record_requests(client, requests)
 
     def judge(self, cluster: SimulatedCluster) -> dict[str, Sequence[str]]:
         """What is wrong after a run, by invariant."""
@@ -272,5 +272,5 @@ class Workload:
         return found
 
 
-Composed = Callable[[Setting], Workload]
+WorkloadFactory = Callable[[Setting], Workload]
 """Makes the workload of one run."""

@@ -55,7 +55,7 @@ class Beside(Parameters, ABC):
         pushes = [*parts.pushes]
         if step.which is not None:
             own = self._with(client, step.push)
-            pushes = [self.captured(client, block, step.which) for block, _ in own] + pushes
+            pushes = [self.capture(client, block, step.which) for block, _ in own] + pushes
         return structs.replace(parts, pushes=pushes, pull=reads)
 
     def record(

@@ -157,7 +157,7 @@ class EncodedTensors(Parameters):
 
     # --- clients ------------------------------------------------------------------------
 
-    def joined(self, client: SimulatedClient) -> None:
+    def enter(self, client: SimulatedClient) -> None:
         client.steps.encoder = WatchedEncoder(client.rank, client.exchange.take_each)
 
     def placing(self, client: SimulatedClient, name: str, placing: PlaceBlock) -> PlaceBlock:
@@ -184,7 +184,7 @@ class EncodedTensors(Parameters):
         if step.which is not None and client.blocks["wide"] in step.push:
             encoder = encoder_of(client)
             assert encoder is not None
-            more = [self.captured(client, block, step.which) for block in own]
+            more = [self.capture(client, block, step.which) for block in own]
             encoder.planned.update((push, step.which.number) for push, _ in more)
             pushes = more + pushes
         return structs.replace(parts, pushes=pushes, pull=pulls)
@@ -206,7 +206,7 @@ class EncodedTensors(Parameters):
 
     # --- shards -------------------------------------------------------------------------
 
-    def made(self, shard: int, block: ShardBlock | KeyedBlock) -> None:
+    def watch(self, shard: int, block: ShardBlock | KeyedBlock) -> None:
         """Watch the stream of its values."""
         if not isinstance(block, ShardBlock) or block.stream is None:
             return
@@ -326,6 +326,6 @@ def _residual(
     return left
 
 
-def encoded(setting: Setting) -> Workload:
+def encoded_tensors(setting: Setting) -> Workload:
     """Tensors that count, and tensors with codecs beside them, which the seed chooses."""
     return Workload(Counting(setting.writers), EncodedTensors(setting.seed))

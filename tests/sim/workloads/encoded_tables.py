@@ -105,7 +105,7 @@ class EncodedRows(Parameters):
     def prepare(self) -> None:
         load_codecs()
 
-    def joined(self, client: SimulatedClient) -> None:
+    def enter(self, client: SimulatedClient) -> None:
         self._encoders[client.writer] = RowEncoder(client.rank, client.exchange)
 
     def add(self, client: SimulatedClient, step: GroupStep, parts: StepParts) -> StepParts:

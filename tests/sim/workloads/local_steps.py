@@ -22,7 +22,7 @@ from paramserve.messages import Piece
 from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
-from paramserve.testing.counting import Counting, counting_rule, wide
+from paramserve.testing.counting import Counting, counting_rule, wide_shape
 from paramserve.testing.history import Call, History, Part, Row, Update
 from paramserve.testing.wording import call_name
 from paramserve.testing.workload import Pushed, Setting, Workload
@@ -110,7 +110,7 @@ def own_steps(setting: Setting) -> Workload:
     assert isinstance(policy, LocalSteps | AsyncLocalSteps)
     assert not scenario.others, "give others=(): its policy does not change"
     fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
-    shape = wide(setting.writers)
+    shape = wide_shape(setting.writers)
     blocks = {f"part{n}": (Piece(f"part{n}", shape),) for n in range(fragments)}
     parts = Counting(setting.writers, counting_rule(scenario.policies), blocks=blocks)
     return Workload(parts, Outer(policy.outer, fragments), script=LocalScript)

@@ -159,7 +159,7 @@ class Rows(Parameters):
     def first_values(self, client: SimulatedClient, block: Block) -> Sequence[Slot]:
         return []
 
-    def about_to_call(self, client: SimulatedClient) -> None:
+    def prepare_calls(self, client: SimulatedClient) -> None:
         """Let it delete rows, where clients do."""
         if not client.cluster.scenario.deletes or client.left <= 0:
             return
@@ -174,7 +174,7 @@ class Rows(Parameters):
         named = lay_named(client.exchange, Delete, client.block_of(NAME), keys)
         client.steps.finish("assign", named.requests, None, [named.slot])
 
-    def sending(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
+    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
         if isinstance(requests[0], Delete):
             history = client.cluster.histories[NAME]
             keys = self._deleted[client.writer]

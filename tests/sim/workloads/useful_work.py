@@ -172,7 +172,7 @@ class StepsCounting(Parameters):
             script.in_exchange += behind * block.size / self.values
         pushes = list[tuple[BlockPush, Slot]]()
         if step.which is not None:
-            pushes = [self.captured(client, block, step.which) for block in step.push]
+            pushes = [self.capture(client, block, step.which) for block in step.push]
         return structs.replace(parts, pushes=pushes, pull=step.pull)
 
 
