@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paramserve.client.links import Slot
 from paramserve.client.step_parts import BlockPush, StepOptions, StepParts
 from paramserve.client.ticket import Outcome
+from paramserve.compiling import load_kernels
 from paramserve.consistency import registry as policies
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
@@ -97,6 +98,8 @@ class Parameters:
 
     def prepare(self) -> None:
         """Load the kernels; after the first time this costs next to nothing."""
+        if self.blocks:
+            load_kernels(self.dtype, self.rule)
 
     # --- clients ------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tests.sim.workloads.beside import Beside
 from tests.sim.workloads.own_steps import OwnSteps
 
-from paramserve.compiling import load_kernels
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece
@@ -59,9 +58,6 @@ class Outer(Beside):
         blocks = {f"outer{n}": (Piece(f"outer{n}", (elements,)),) for n in range(fragments)}
         super().__init__(blocks, {f"outer{n}": f"part{n}" for n in range(fragments)})
         self.rule = rule
-
-    def prepare(self) -> None:
-        load_kernels(self.dtype, self.rule)
 
     def drawn(self, block: Block, writer: int, number: int) -> Array:
         """What the own steps before one push have changed in a block, float32 [size]."""
