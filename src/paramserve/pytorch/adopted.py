@@ -33,12 +33,12 @@ from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.changing import Changing
 from paramserve.pytorch.codecs import Codecs, CodecsByName, split_by_codec
 from paramserve.pytorch.embedding import Rows
-from paramserve.pytorch.existing import Existing
+from paramserve.pytorch.existing_blocks import ExistingBlocks
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
 from paramserve.pytorch.naming import Names, extra_states
 from paramserve.pytorch.registry import Registry
-from paramserve.pytorch.replaced import Replaced
+from paramserve.pytorch.replacements import Replacements
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.tables import Tables
 from paramserve.rules.torch_kinds import ParamGroup
@@ -180,7 +180,7 @@ class Adopted(ABC, Generic[B]):
         """The group whose clock its steps count."""
         self._not_trained: list[str] = []
         """What the group trained when this worker came late, and this worker did not."""
-        self._replaced = Replaced(self.names, settings.name)
+        self._replacements = Replacements(self.names, settings.name)
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
@@ -190,7 +190,7 @@ class Adopted(ABC, Generic[B]):
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
         again = worker.incarnation > 1 and settings.name in worker.client.steps.resumed
-        self._existing = Existing(worker.client, settings.name, late=self.late, again=again)
+        self._existing = ExistingBlocks(worker.client, settings.name, late=self.late, again=again)
         self._schedules = Schedules(
             worker.client,
             settings.name,
@@ -217,7 +217,7 @@ class Adopted(ABC, Generic[B]):
             self.names,
             settings.name,
             worker.rank,
-            self._find_replaced,
+            self._find_replacements,
         )
         self._frozen = Frozen(
             self._client, self.names, self._registry, f"{settings.name}.frozen{BUFFERS}"
@@ -319,9 +319,9 @@ class Adopted(ABC, Generic[B]):
         """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
         untrained parameters, and give the result frozen ones and what modules keep besides."""
         rank = self._worker.rank
-        self._find_replaced()
+        self._find_replacements()
         self._untrained.tell_own(last=True)
-        leaves = self._untrained or self._frozen or self._replaced.slots
+        leaves = self._untrained or self._frozen or self._replacements.slots
         if rank == 0 or (leaves and self._client.connection.is_dead(range(rank))):
             self._assign_changing(everything=True)
             self._tell_extra_state()
@@ -426,10 +426,10 @@ class Adopted(ABC, Generic[B]):
 
     # --- replaced parameters ----------------------------------------------------------------------
 
-    def _find_replaced(self) -> None:
+    def _find_replacements(self) -> None:
         """Find parameters that the model has replaced: these change without a step from now on."""
         if self._taken is None:
-            for slot in self._replaced.look():
+            for slot in self._replacements.look():
                 self._changing.add(slot)
 
     def _assign_replaced(self) -> None:
@@ -437,7 +437,7 @@ class Adopted(ABC, Generic[B]):
         for part in self._parts:
             places, values = [], []
             for place, (name, param) in enumerate(_named([part.layout])):
-                slot = self._replaced.slots.get(name)
+                slot = self._replacements.slots.get(name)
                 value = slot.present() if slot is not None else None
                 fits = value is not None and value.shape == param.shape
                 places += [place] * fits
@@ -602,8 +602,8 @@ class Adopted(ABC, Generic[B]):
         parts, first = list[B](), not self._parts
         links = self._links(dict(_named(plan.layout for plan in plans)), first=first)
         for layout, rule, part in plans:
-            compared = existing.is_first(layout.names) or not existing.has(layout.names)
-            if self._worker.rank == 0 and compared:
+            checks = existing.is_first(layout.names) or not existing.has(layout.names)
+            if self._worker.rank == 0 and checks:
                 block = client.define(
                     layout.values(),
                     rule=rule,
@@ -633,7 +633,7 @@ class Adopted(ABC, Generic[B]):
         # As the servers have them: on all ranks in one order, which own steps go by.
         self._parts = sorted([*self._parts, *parts], key=lambda each: each.block.id)
         self._blocks = tuple(part.block for part in self._parts)
-        self._replaced.watch(_named(part.layout for part in self._parts))
+        self._replacements.watch(_named(part.layout for part in self._parts))
         self._registry.own(name, _named(plan.layout for plan in plans))
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
@@ -764,7 +764,7 @@ class Adopted(ABC, Generic[B]):
         due = self._steps % BUFFERS_EVERY == 0
         first = self._steps == 1
         if due or first:
-            self._find_replaced()
+            self._find_replacements()
         if first and self._worker.rank == 0:
             self._untrained.check_shapes()
         if due or assigned:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paramserve.client import Client
     from paramserve.core.partition import Block
     from paramserve.messages import Link
-    from paramserve.pytorch.existing import Existing
+    from paramserve.pytorch.existing_blocks import ExistingBlocks
     from paramserve.pytorch.registry import Registry
 
 BUFFERS_EVERY = 10
@@ -119,7 +119,7 @@ class Untrained:
 
     def start(
         self,
-        existing: Existing,
+        existing: ExistingBlocks,
         *,
         define: bool,
         take: Container[str],
@@ -138,14 +138,14 @@ class Untrained:
         for block in there:
             self._find(block)
         known = {source.name for kept in self._kept for source in kept.sources}
-        left = [
+        rest = [
             (slot, is_buffer)
             for slot, _, is_buffer in self._chosen
             if slot.name not in known
             and not (there and (existing.stepped or self._registry.is_replaced(slot)))
         ]
         for often in (False, True):
-            chosen = [slot for slot, is_buffer in left if is_buffer == often]
+            chosen = [slot for slot, is_buffer in rest if is_buffer == often]
             for sources, dtype in _by_dtype(chosen):
                 self._kept.append(self._begin(sources, dtype, often, define=define))
         if self._kept and take:

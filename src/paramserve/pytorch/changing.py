@@ -37,7 +37,7 @@ class Changing:
     Args:
         group: the optimizer's name.
         rank: for messages.
-        find_replaced: adds the parameters whose places have other ones by now.
+        find_replacements: adds the parameters whose places have other ones by now.
     Attributes:
         mine: names of what no optimizer before looks after. The others' present values are here.
         names: of parameters that have changed.
@@ -50,12 +50,12 @@ class Changing:
         names: Names,
         group: str,
         rank: int,
-        find_replaced: Callable[[], None],
+        find_replacements: Callable[[], None],
     ) -> None:
         self._client = client
         self._registry = registry
         self._rank = rank
-        self._find_replaced = find_replaced
+        self._find_replacements = find_replacements
         self._saves_others = False
         """Whether some were saved: from then on it is told where there are none."""
         self._buffers_name = f"{group}.buffers"
@@ -202,7 +202,7 @@ class Changing:
         return _packed(changed)
 
     def _changed_others(self) -> bytes | None:
-        self._find_replaced()
+        self._find_replacements()
         slots = self.look() if self._still or self.names else []
         if not (slots or self._saves_others):
             return None

@@ -20,7 +20,7 @@ from paramserve.pytorch.embedding import Rows
 
 if TYPE_CHECKING:
     from paramserve.client import Client
-    from paramserve.pytorch.existing import Existing
+    from paramserve.pytorch.existing_blocks import ExistingBlocks
     from paramserve.pytorch.naming import Names, Slot
     from paramserve.pytorch.registry import Registry
 
@@ -56,7 +56,7 @@ class Frozen:
     def __bool__(self) -> bool:
         return bool(self._params)
 
-    def compare(self, rank: int, names: Container[str], existing: Existing) -> None:
+    def compare(self, rank: int, names: Container[str], existing: ExistingBlocks) -> None:
         """Tell their checksums, on rank 0, or compare them with rank 0's. A rank that comes late
         may have others frozen than rank 0 had.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.naming import Names, Slot
 
 
-class Replaced:
+class Replacements:
     """Finds them; no step reaches what the model has there.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paramserve.core.partition import Block
 
 
-class Existing:
+class ExistingBlocks:
     """The blocks of one optimizer's groups that are on the servers.
 
     Args:
@@ -77,25 +77,25 @@ class Existing:
 
     def within(self, names: Collection[str]) -> set[str]:
         """The names of the blocks that have tensors of these names only."""
-        found = (_names(each) for each in self._trained.values())
-        return {name for each in found if set(names).issuperset(each) for name in each}
+        blocks = (_names(each) for each in self._trained.values())
+        return {name for each in blocks if set(names).issuperset(each) for name in each}
 
     def arrange(
         self, layouts: Sequence[Layout], cut: Callable[[Layout], Iterable[Layout]]
     ) -> list[Layout]:
         """Parameters as the blocks that are there, and what is left as `cut` has it."""
-        there, used = list[Layout](), set[str]()
+        blocks, names_there = list[Layout](), set[str]()
         for names in map(_names, self._trained.values()):
             for layout in layouts:
                 if set(layout.names).issuperset(names):
-                    there.append(layout.only(names))
-                    used.update(names)
+                    blocks.append(layout.only(names))
+                    names_there.update(names)
         own = (
-            part.only([name for name in part.names if name not in used])
+            part.only([name for name in part.names if name not in names_there])
             for layout in layouts
             for part in cut(layout)
         )
-        return [*there, *(part for part in own if part.names)]
+        return [*blocks, *(part for part in own if part.names)]
 
     def take(self, params: Mapping[str, Tensor]) -> list[str]:
         """Take the values of what the group trains and this rank's optimizer was not given.
@@ -103,7 +103,7 @@ class Existing:
         Returns:
             The names.
         """
-        found = []
+        names_taken = list[str]()
         for block in self._trained.values():
             names = [name for name in _names(block) if name in params]
             if not names:
@@ -114,8 +114,8 @@ class Existing:
                 for name, view in zip(_names(block), views, strict=True):
                     if name in params and params[name].shape == view.shape:
                         params[name].copy_(view)
-            found += names
-        return found
+            names_taken += names
+        return names_taken
 
 
 def _id(block: Block) -> int:
