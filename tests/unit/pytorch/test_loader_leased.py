@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,12 +61,12 @@ class FakeControl:
         self.worker = worker
 
     def call(self, message: Any, kind: type, *, timeout_s: float, slack_s: float = 5.0) -> Any:
-        book, rank = self.cluster.book, self.worker.rank
-        if self.cluster.gone:
+        book = self.cluster.book
+        if self.cluster.gone or self.worker.dead:
             raise CoordinatorGone("gone", fix="none")
         if isinstance(message, GiveBack):
             self.cluster.given_back.append("called")
-            book.give_back(message, rank + 10)
+            book.give_back(message, self.worker.number)
             reply: Any = Ok(0)
         else:
             assert isinstance(message, Lease)
@@ -80,18 +81,18 @@ class FakeControl:
 
     def post(self, message: Any) -> int:
         self.cluster.given_back.append("posted")
-        if self.cluster.gone:
+        if self.cluster.gone or self.worker.dead:
             return 0
         if not self.cluster.loses_posts:
-            self.cluster.book.give_back(message, self.worker.rank + 10)
+            self.cluster.book.give_back(message, self.worker.number)
         return 1
 
     def answer(self, number: int) -> Any:
         return None if self.cluster.loses_posts else Ok(number)
 
     def take(self, message: Lease) -> Leased | None:
-        rank, ranks = self.worker.rank, self.cluster.ranks
-        return self.cluster.book.take(message, rank + 10, rank, ranks, len(ranks))
+        worker, ranks = self.worker, self.cluster.ranks
+        return self.cluster.book.take(message, worker.number, worker.rank, ranks, len(ranks))
 
 
 class FakeClient:
@@ -102,7 +103,7 @@ class FakeClient:
         self.control = FakeControl(cluster, worker)
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
-        self.before, self.restarts = 0, False
+        self.before, self.restarts, self.late, self.epochs = 0, False, False, 0
         self.pending = False
         self.retiring = False
         self.missed_by: dict[str, int] = {}
@@ -139,6 +140,9 @@ class FakeClient:
 class FakeWorker:
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self.rank = rank
+        self.number = rank + 10
+        """Of its client."""
+        self.dead = False
         self.seed = SEED
         self.events: list[str] = []
         self.client = FakeClient(cluster, self)
@@ -387,6 +391,81 @@ def test_leased_loop_that_is_left_waits_for_no_answer(lost: bool) -> None:
     assert cluster.given_back == ["posted"]
     assert samples([first, *train(worker, loader)]) == Counter(range(40))
     assert cluster.given_back == ["posted", *["called"] * lost]
+
+
+class Killed(BaseException):
+    """Ends a rank after one of its steps."""
+
+
+def one_loop(worker: Any, **options: Any) -> Iterator[Any]:
+    yield from load(worker, tensors(20), epochs=3, **options)
+
+
+def steps_told(worker: Any, **options: Any) -> Iterator[Any]:
+    yield from load(worker, tensors(20), steps=5 * 3, **{**options, "batch_size": 2})
+
+
+def over_range(worker: Any, **options: Any) -> Iterator[Any]:
+    loader = load(worker, tensors(20), **options)
+    for _ in range(3):
+        yield from loader
+
+
+def over_range_anew(worker: Any, **options: Any) -> Iterator[Any]:
+    dataset = tensors(20)
+    for _ in range(3):
+        yield from load(worker, dataset, **options)
+
+
+def over_epochs(worker: Any, **options: Any) -> Iterator[Any]:
+    loader = load(worker, tensors(20), **options)
+    for _ in loader.epochs(3):
+        yield from loader
+
+
+def dying(cluster: FakeCluster, form: Any, optimizers: int, dies_after: int) -> list[list[int]]:
+    """The batches of the steps of two ranks, of which the second is killed once after so many."""
+    found: list[list[int]] = []
+
+    def program(worker: FakeWorker) -> Iterator[None]:
+        for made, (batch,) in enumerate(form(worker, batch_size=3, **DYNAMIC), 1):
+            for _ in range(optimizers):  # the second one's step is with the same batch
+                worker.client.train()
+            found.append(batch.tolist())
+            if (worker.rank, worker.incarnation, made) == (1, 1, dies_after):
+                worker.dead = True
+                raise Killed
+            yield
+
+    def again(dead: FakeWorker) -> Iterator[list[int]]:
+        worker = FakeWorker(cluster, dead.rank)
+        worker.number, worker.incarnation = dead.number + 10, 2
+        cluster.book.changed([10, worker.number], 1)
+        last = [mark for mark in dead.client.marks if mark is not None][-1]
+        group = SimpleNamespace(marks=[(dead.number, *last)], held=[])
+        cluster.book.reported([SimpleNamespace(groups=[group], members=1)])
+        yield from over_program(worker)
+
+    def over_program(worker: FakeWorker) -> Iterator[list[int]]:
+        try:
+            for _ in program(worker):
+                yield []
+        except Killed:
+            yield from again(worker)
+
+    in_turns(cluster, [over_program(worker) for worker in cluster.workers])
+    return found
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("form", [one_loop, steps_told, over_range, over_range_anew, over_epochs])
+def test_leased_loop_whose_rank_is_killed_takes_every_sample_once(
+    form: Any, optimizers: int
+) -> None:
+    """In every form of loop, wherever it dies."""
+    for dies_after in range(1, 10):
+        found = dying(FakeCluster(2), form, optimizers, dies_after)
+        assert samples(found) == Counter(dict.fromkeys(range(20), 3)), dies_after
 
 
 def test_leased_retiring_worker_ends_and_gives_back() -> None:
