@@ -349,7 +349,19 @@ class Adopted(ABC, Generic[B]):
         self._worker.stepped.extend(each.table.group for each in found)
 
     def _define_later(self, plans: Sequence[Plan[B]]) -> None:
-        """Define blocks of an optimizer that has been adopted."""
+        """Define blocks of an optimizer that has been adopted.
+
+        Raises:
+            ValueError: the optimizer trains another parameter under such a name. Nothing was sent.
+        """
+        names = {name for part in self._parts for name in part.layout.names}
+        again = [name for plan in plans for name in plan.layout.names if name in names]
+        if again:
+            raise ValueError(
+                f"parameter {again[0]!r} is another one than this optimizer trains by that name. "
+                "Applied: no. To fix: give the new module another name in the model, or write its "
+                "values into the old one and call worker.assign() on all ranks"
+            )
         taken = self._takes(plans)
         self._define(plans)
         self._take_over(taken)

@@ -197,6 +197,20 @@ def test_add_param_group_refused_leaves_the_optimizer_as_it_was() -> None:
     train(model, optimizer, 1)
 
 
+def test_add_param_group_of_a_module_that_replaces_a_trained_one_is_refused() -> None:
+    """Also where the old one is all of a block, which the new one would fit."""
+    model = small_model()
+    groups = [{"params": model[:3].parameters()}, {"params": model[3].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    cluster = FakeCluster()
+    adopt(cluster.worker(), model, optimizer)
+    train(model, optimizer, 1)
+    model[3] = nn.Linear(model[3].in_features, model[3].out_features)
+    with pytest.raises(ValueError, match=r"'3\.weight' is another one .*worker\.assign"):
+        optimizer.add_param_group({"params": model[3].parameters()})
+    assert (len(optimizer.param_groups), len(cluster.blocks)) == (2, 2)
+
+
 def test_adopt_subclass_without_its_own_step_is_taken() -> None:
     model, expected = small_model(), small_model()
     train(model, adopt(FakeCluster().worker(), model, Renamed(model.parameters(), lr=0.1)))
