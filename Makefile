@@ -23,8 +23,8 @@ FOR_TEST := $(VENV)/.for-test
 FOR_DOCS := $(VENV)/.for-docs
 DOCS := $(VENV)/docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
-PLAN := packages/plan
-SOURCES := src $(PLAN)/src
+PACKAGES := packages/plan packages/testing
+SOURCES := src $(patsubst %,%/src,$(PACKAGES))
 
 # `make test` runs what is not marked slow. Two processes share the files, the longest first, so that
 # both end at the same time; Ray is in one file of them. `make test-all` runs everything in three turns: the tests that start Ray
@@ -65,9 +65,9 @@ $(FOR_DEMO): pyproject.toml constraints.txt
 
 # Distributions of this repository that need each other are given to pip together: it then looks for
 # none of them in an index.
-$(FOR_TEST): $(FOR_DEMO) $(PLAN)/pyproject.toml $(PLAN)/hatch_build.py
+$(FOR_TEST): $(FOR_DEMO) $(wildcard packages/*/pyproject.toml packages/*/hatch_build.py)
 	@echo "Installing what the tests and benchmarks need into $(VENV) (once) ..."
-	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,plan]" -e $(PLAN) $(TORCH)
+	@$(PIP) -c constraints.txt -e ".[examples,dev,ray,train,plan,testing]" $(patsubst %,-e %,$(PACKAGES)) $(TORCH)
 	@touch $@
 
 # mkdocs has an environment of its own, so that what the tests run with does not depend on it.

@@ -260,7 +260,7 @@ def simulator(load: Policies, scratch: Path) -> dict[str, float]:
 
 
 def _simulate(seed: int) -> int:
-    from paramserve.testing import SimulatedCluster  # workers load this module, and need none
+    from paramserve_testing import SimulatedCluster  # workers load this module, and need none
 
     cluster = SimulatedCluster(seed)
     cluster.run()

@@ -21,6 +21,8 @@ from paramserve import errors
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paramserve"
+BESIDE = sorted(ROOT.glob("packages/*/src"))
+"""Of the distributions beside paramserve; their modules are named with their package."""
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 GUIDE = ROOT / "docs" / "guide.md"
@@ -96,8 +98,9 @@ class Names:
         self.members: dict[str, set[str]] = defaultdict(set)
         """By class: its methods and attributes, those of its bases in the package too."""
         bases: dict[str, list[str]] = {}
-        for path in sorted(SOURCE.rglob("*.py")):
-            parts = path.relative_to(SOURCE).with_suffix("").parts
+        folders = (SOURCE, *BESIDE)
+        for folder, path in ((f, p) for f in folders for p in sorted(f.rglob("*.py"))):
+            parts = path.relative_to(folder).with_suffix("").parts
             module = ".".join(part for part in parts if part != "__init__")
             for node in ast.parse(path.read_text()).body:
                 self.top[module].update(_targets(node))
@@ -302,7 +305,7 @@ def test_page_names_only_files_that_exist(page: Path) -> None:
         if re.fullmatch(r"[\w./-]+(\.py|\.toml|\.txt|/)", name)
         and not name.startswith(("runs/", "/"))
         if name not in ("script.py", "train.py")
-        if not any((folder / name).exists() for folder in (ROOT, SOURCE))
+        if not any((folder / name).exists() for folder in (ROOT, SOURCE, *BESIDE))
     ]
     assert not wrong, f"{page.name} names files that do not exist: {wrong}"
 

@@ -41,7 +41,7 @@ from paramserve.consistency.built_in import (
 )
 from paramserve.consistency.registry import BUILT_IN
 from paramserve.rules import SGD, DelayedNesterov
-from paramserve.testing.policy_suite import PolicySuite
+from paramserve_testing.policy_suite import PolicySuite
 
 
 def halves(staleness: int) -> float:

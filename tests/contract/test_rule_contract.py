@@ -32,7 +32,7 @@ from paramserve.rules import (
 from paramserve.rules.custom import CustomRule
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.torch_rule import TorchRule
-from paramserve.testing.rule_suite import RuleSuite
+from paramserve_testing.rule_suite import RuleSuite
 
 RULES: list[Rule] = [
     Add(),

@@ -251,6 +251,11 @@ def tried(inside: Path, program: str, folder: Path) -> float:
     return took_s
 
 
+def simulated(inside: Path, folder: Path) -> None:
+    """Run a simulated cluster with the test kit of an environment."""
+    run([str(inside), "-c", "from paramserve_testing import replay; replay(seed=7)"], folder)
+
+
 def planned(inside: Path, folder: Path, *, installed: bool) -> None:
     """Run `paramserve plan` of an environment with the planner, or in one without it.
 
@@ -313,7 +318,7 @@ def checked(options: argparse.Namespace, work: Path) -> None:
     wheels = [str(each.wheel) for each in beside]
     programs: list[tuple[str, list[str], str]] = []
     for python in options.python:
-        wanted = [f"{paramserve.wheel}[torch,plan]", *wheels, *shlex.split(options.torch)]
+        wanted = [f"{paramserve.wheel}[torch,plan,testing]", *wheels, *shlex.split(options.torch)]
         programs.append((python, wanted, readme_script(tree)))
     for python in options.core:
         programs.append(
@@ -325,7 +330,10 @@ def checked(options: argparse.Namespace, work: Path) -> None:
         inside = installed(python, wanted, work / f"venv-{number}", options.pip_options)
         print(f"  installed in {time.monotonic() - began:.0f} s")
         tried(inside, program, work / f"run-{number}")
-        planned(inside, work / f"run-{number}", installed=len(wanted) > 1)
+        with_beside = len(wanted) > 1
+        planned(inside, work / f"run-{number}", installed=with_beside)
+        if with_beside:
+            simulated(inside, work / f"run-{number}")
     if not options.no_tests:
         step("tests from the unpacked sdist")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -33,7 +33,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[release.Built]:
 def test_archives_are_the_same_bytes_each_time_and_hold_what_they_should(
     built: list[release.Built],
 ) -> None:
-    assert [each.project["name"] for each in built] == ["paramserve", "paramserve-plan"]
+    names = [each.project["name"] for each in built]
+    assert names == ["paramserve", "paramserve-plan", "paramserve-testing"]
     for each in built:
         release.contents_of_wheel(each)
         release.contents_of_sdist(each)

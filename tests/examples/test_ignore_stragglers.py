@@ -5,7 +5,7 @@ import re
 import pytest
 
 import ignore_stragglers
-from paramserve.testing.policy_suite import PolicySuite
+from paramserve_testing.policy_suite import PolicySuite
 
 
 class TestIgnoreStragglers(PolicySuite):

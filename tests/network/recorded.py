@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.network.hosts import Network, Process
 
-from paramserve.testing import Call, History, Part, Row
+from paramserve_testing import Call, History, Part, Row
 
 PORT = 7711
 CLOCKS = 40

@@ -26,8 +26,8 @@ from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken
 from paramserve.launch.overview import Overview
 from paramserve.rules.add import Add
-from paramserve.testing import Counting, Pushed
 from paramserve.transport.auth import credentials_of
+from paramserve_testing import Counting, Pushed
 
 _TUNSETIFF = 0x400454CA
 _TAP = 0x0002 | 0x1000

@@ -1,7 +1,7 @@
 """Servers and workers on hosts of their own, while links are cut, healed, lossy, slow.
 
 Every push adds a number that can be recognised in the sum, so the values tell for each push, on
-each shard, whether it was applied never, once or twice; `paramserve.testing` judges.
+each shard, whether it was applied never, once or twice; `paramserve_testing` judges.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.network.hosts import Network, Process, without_qdisc, without_resets, without_wires
 from tests.network.recorded import CLOCKS, Servers, everything
 
-from paramserve.testing import check
+from paramserve_testing import check
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from tests.sim.cuts import CutSeen, SimulatedCuts
 
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.restoring import restore
-from paramserve.testing import Violation
-from paramserve.testing.simulated import RESTART_S
 from paramserve.transport.peers import PeerLinks
+from paramserve_testing import Violation
+from paramserve_testing.simulated import RESTART_S
 
 CRASH_S = 0.25
 """The servers are lost within this time, as soon as there is a cut."""

@@ -14,10 +14,10 @@ import numpy as np
 from tests.sim.workloads.tables import KEYS, Rows
 
 from paramserve.core.cut_parts import ShardCut, TableCopy
-from paramserve.testing.checkers import SHOWN_MAX, Violation
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Part, Row
-from paramserve.testing.simulated import SimulatedCluster, rerun
+from paramserve_testing.checkers import SHOWN_MAX, Violation
+from paramserve_testing.counting import Counting
+from paramserve_testing.history import Part, Row
+from paramserve_testing.simulated import SimulatedCluster, rerun
 
 PAUSE_S = 0.01
 """The longest time between two looks whether a cut is complete; then the next one begins."""
@@ -186,5 +186,5 @@ class SimulatedCuts(SimulatedCluster):
 
 
 def replay(seed: int, log: Any = None, **options: Any) -> SimulatedCluster:
-    """Run one seed with cuts again; else as `paramserve.testing.replay`."""
+    """Run one seed with cuts again; else as `paramserve_testing.replay`."""
     return rerun(SimulatedCuts, seed, log, **options)

@@ -61,7 +61,7 @@ from paramserve.messages import (
     Step,
 )
 from paramserve.rules import Add, PushInfo
-from paramserve.testing import Faults, SimulatedCluster, slow
+from paramserve_testing import Faults, SimulatedCluster, slow
 
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
 STRAGGLER = (slow(worker=2, factor=40),)

@@ -22,9 +22,9 @@ from paramserve.core.events import ClientGone, DeadlineReached
 from paramserve.core.group import GroupMachine
 from paramserve.messages import AllReduce, Hello, Leave, Member, Members, Ok, encode
 from paramserve.server import ServerRole
-from paramserve.testing import Faults, SimulatedCluster, slow, stop
 from paramserve.transport.connection import Connection, StreamConnection
 from paramserve.transport.peers import PeerLinks, _Peer
+from paramserve_testing import Faults, SimulatedCluster, slow, stop
 
 STALLS = Faults(slow=0.1, stall=0.03, kill=0.02)
 COORDINATOR_STALLS = (

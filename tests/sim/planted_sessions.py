@@ -34,8 +34,8 @@ from paramserve.messages import (
     Step,
     Vote,
 )
-from paramserve.testing import SimulatedCluster
-from paramserve.testing.client import SimulatedClient
+from paramserve_testing import SimulatedCluster
+from paramserve_testing.client import SimulatedClient
 
 
 def no_duplicate_filter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:

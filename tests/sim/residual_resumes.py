@@ -41,12 +41,12 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.testing import Counting, Scenario, Setting, Violation, Workload
-from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import Part
-from paramserve.testing.network import Frame, Stream
-from paramserve.testing.server import SimulatedServer
-from paramserve.testing.workload import GroupStep
+from paramserve_testing import Counting, Scenario, Setting, Violation, Workload
+from paramserve_testing.client import SimulatedClient
+from paramserve_testing.history import Part
+from paramserve_testing.network import Frame, Stream
+from paramserve_testing.server import SimulatedServer
+from paramserve_testing.workload import GroupStep
 
 Floats = npt.NDArray[np.float32]
 

@@ -22,13 +22,13 @@ from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core.checkpointing import FolderMade
 from paramserve.core.coordination import CoordinatorEvent, Decided, FilesWorked, Noticed
 from paramserve.messages import BeginCheckpoint, CutTaken
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.checkers import SHOWN_MAX, part_name, samples_are_used
-from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import Call, History, Part
-from paramserve.testing.scripts import LeasingScript, Script, WorkerScript
-from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
-from paramserve.testing.simulated import RESTART_S, SimulatedCluster
+from paramserve_testing import Faults, Scenario, Violation
+from paramserve_testing.checkers import SHOWN_MAX, part_name, samples_are_used
+from paramserve_testing.client import SimulatedClient
+from paramserve_testing.history import Call, History, Part
+from paramserve_testing.scripts import LeasingScript, Script, WorkerScript
+from paramserve_testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
+from paramserve_testing.simulated import RESTART_S, SimulatedCluster
 
 EVERY_S = 0.01
 """Between two checkpoints: a run takes some hundred milliseconds."""

@@ -26,9 +26,9 @@ from tests.sim.workloads.halves import halves
 from tests.sim.workloads.local_steps import own_steps
 from tests.sim.workloads.tables import table, table_beside_tensors
 
-from paramserve.testing import Scenario, SimulatedCluster, Violation
-from paramserve.testing.counting import counting
-from paramserve.testing.workload import WorkloadFactory
+from paramserve_testing import Scenario, SimulatedCluster, Violation
+from paramserve_testing.counting import counting
+from paramserve_testing.workload import WorkloadFactory
 
 CHUNK = 20
 """Seeds that a process takes at a time."""

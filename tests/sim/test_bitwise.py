@@ -11,7 +11,7 @@ from paramserve.errors import ParamServeError
 from paramserve.messages import BlockSpec, Piece
 from paramserve.rules import SGD, Adam, Array, PushInfo, Rule, Run
 from paramserve.rules.compiled import compiled
-from paramserve.testing import (
+from paramserve_testing import (
     Call,
     Counting,
     Faults,
@@ -22,8 +22,8 @@ from paramserve.testing import (
     SimulatedCluster,
     Workload,
 )
-from paramserve.testing.counting import wide_shape
-from paramserve.testing.scripts import ReaderScript, WorkerScript
+from paramserve_testing.counting import wide_shape
+from paramserve_testing.scripts import ReaderScript, WorkerScript
 
 WORKERS, STEPS = 3, 8
 LOSSY = Faults(slow=0.1, cut=0.02, lose=0.02, duplicate=0.08, peer_lose=0.3, peer_duplicate=0.3)

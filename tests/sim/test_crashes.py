@@ -13,7 +13,7 @@ from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core import cut_parts
 from paramserve.core.cut_parts import BlockCopy
 from paramserve.core.cut_state import GroupRecord
-from paramserve.testing import Faults, Scenario, Violation
+from paramserve_testing import Faults, Scenario, Violation
 
 SEEDS = 3
 FOUND_WITHIN = 20

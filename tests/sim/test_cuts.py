@@ -19,8 +19,8 @@ from paramserve.core.cut_state import group_record
 from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
 from paramserve.messages import Commit, CutAt, CutTo
-from paramserve.testing import Faults, Scenario, Violation
-from paramserve.testing.simulated import rerun
+from paramserve_testing import Faults, Scenario, Violation
+from paramserve_testing.simulated import rerun
 
 SEEDS = 8
 MANY = 200

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from paramserve.consistency.built_in import Sync
-from paramserve.testing import Faults, Scenario, SimulatedCluster, slow
+from paramserve_testing import Faults, Scenario, SimulatedCluster, slow
 
 TIMEOUT_S = 0.02
 

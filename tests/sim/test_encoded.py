@@ -14,7 +14,7 @@ from tests.sim.workloads.encoded import EncodedTensors, encoded_tensors, encoder
 from paramserve.codecs import Codec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation, replay
 
 SEEDS = 6
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}

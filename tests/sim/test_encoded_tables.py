@@ -21,7 +21,7 @@ from paramserve.consistency.built_in import Async
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.encoded import RowCodecs
 from paramserve.core.table.parts import RowGradient
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation, replay
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, interrupt=0.02, kill=0.01)

@@ -14,7 +14,7 @@ from tests.sim.workloads.halves import halves, nearest
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.block import ShardBlock
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation, replay
 
 POLICIES: dict[str, Policy] = {**TABLE_POLICIES, "async-drop": Async(drop_after=1)}
 LINKS = ("mixed", "tcp", "shared")

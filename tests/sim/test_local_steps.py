@@ -19,7 +19,7 @@ from paramserve.core import collecting, commit
 from paramserve.core.block import ShardBlock
 from paramserve.core.events import Effects, Event, MembersChanged
 from paramserve.core.shard import Shard
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation, replay
+from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation, replay
 
 LINKS = ("mixed", "tcp", "shared")
 FAULTS = Faults(slow=0.1, cut=0.02, lose=0.01, duplicate=0.05, kill=0.02, partition=0.02, join=0.01)

@@ -15,7 +15,7 @@ from paramserve.client.step_parts import StepParts
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.messages import ShardRequest
-from paramserve.testing import Scenario, SimulatedCluster, Violation, replay
+from paramserve_testing import Scenario, SimulatedCluster, Violation, replay
 
 SEEDS = 4
 FOUND_WITHIN = 60

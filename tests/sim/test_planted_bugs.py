@@ -10,7 +10,7 @@ from tests.sim import planted, planted_client, planted_drivers, planted_sessions
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.testing import Faults, Scenario, SimulatedCluster, Violation
+from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation
 
 SEEDS = 60
 """The rarest of them showed first at seed 51."""

@@ -6,8 +6,8 @@ import pytest
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.testing import History, Violation, checkers
-from paramserve.testing.policy_suite import PolicySuite, counted
+from paramserve_testing import History, Violation, checkers
+from paramserve_testing.policy_suite import PolicySuite, counted
 
 
 class OfMine(PolicySuite):
@@ -18,7 +18,7 @@ class OfMine(PolicySuite):
     ("policy", "again"),
     [
         (Async(drop_after=9), "set `seeds = (7,)` in OfMine"),
-        (Sync(), "paramserve.testing.replay(seed=7, workers=3, consistency=Sync("),
+        (Sync(), "paramserve_testing.replay(seed=7, workers=3, consistency=Sync("),
     ],
 )
 def test_suite_violation_says_how_to_run_only_that_seed_again(

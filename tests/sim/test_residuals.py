@@ -16,7 +16,7 @@ from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer, ShardSession
 from paramserve.messages import Step
-from paramserve.testing import Violation
+from paramserve_testing import Violation
 
 SEEDS = 6
 FOUND_WITHIN = 40

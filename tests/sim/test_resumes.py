@@ -27,7 +27,7 @@ from paramserve.core.group_state import GroupState
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Sessions, ShardSession
 from paramserve.messages import Step
-from paramserve.testing import Violation
+from paramserve_testing import Violation
 
 SEEDS = 4
 FOUND_WITHIN = 40

@@ -14,7 +14,7 @@ from tests.sim.policies import POLICIES
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.testing import (
+from paramserve_testing import (
     Faults,
     History,
     Scenario,
@@ -221,7 +221,7 @@ def test_violation_says_how_to_run_it_again() -> None:
         cluster.check()
     first = str(raised.value).splitlines()[0]
     assert first == (
-        f"paramserve.testing.replay(seed=11, consistency={Async()!r}, links='tcp', faults=Faults())"
+        f"paramserve_testing.replay(seed=11, consistency={Async()!r}, links='tcp', faults=Faults())"
     )
 
 
@@ -333,7 +333,7 @@ def test_log_shows_every_arrival() -> None:
 
 TRACE = """
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.testing import replay
+from paramserve_testing import replay
 for seed in range(6):
     for policy in (Sync(reduce="sum"), Async()):
         print(replay(seed, consistency=policy).trace())

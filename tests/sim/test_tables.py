@@ -32,7 +32,7 @@ from paramserve.core.table.store import Purpose, RowStore, Taken
 from paramserve.messages import Delete
 from paramserve.rules.compiled import compiled
 from paramserve.rules.custom import CustomRule
-from paramserve.testing import (
+from paramserve_testing import (
     Faults,
     Scenario,
     Setting,
@@ -41,7 +41,7 @@ from paramserve.testing import (
     Workload,
     replay,
 )
-from paramserve.testing.history import Row
+from paramserve_testing.history import Row
 
 SEEDS = 6
 FOUND_WITHIN = 60

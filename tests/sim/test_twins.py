@@ -19,7 +19,7 @@ from paramserve.core.cut_state import GroupRecord, SessionRecord
 from paramserve.core.table.cut import RowsCopy
 from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
 from paramserve.core.table.store import RowStore
-from paramserve.testing import Faults, Scenario, Setting, Workload
+from paramserve_testing import Faults, Scenario, Setting, Workload
 
 SEEDS = 3
 FOUND_WITHIN = 60

@@ -20,8 +20,8 @@ from paramserve.core.restoring import restore
 from paramserve.core.shard import Shard
 from paramserve.core.table.store import clocks_of
 from paramserve.messages import CutAsk, GroupReport
-from paramserve.testing import SimulatedCluster
-from paramserve.testing.simulated import RESEND_S
+from paramserve_testing import SimulatedCluster
+from paramserve_testing.simulated import RESEND_S
 
 RATE = 0.2
 """Of events after which a shard that has nothing under way gets a twin."""

@@ -13,12 +13,12 @@ from typing import Any
 from tests.sim.cuts import SimulatedCuts
 
 from paramserve.core.shard_sessions import SESSION_KEEP_S
-from paramserve.testing.checkers import Violation
-from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import History
-from paramserve.testing.network import NEAR
-from paramserve.testing.scripts import ReaderScript
-from paramserve.testing.simulated import REST_S, SAFETY_S, SimulatedCluster, rerun
+from paramserve_testing.checkers import Violation
+from paramserve_testing.client import SimulatedClient
+from paramserve_testing.history import History
+from paramserve_testing.network import NEAR
+from paramserve_testing.scripts import ReaderScript
+from paramserve_testing.simulated import REST_S, SAFETY_S, SimulatedCluster, rerun
 
 VISITORS = 12
 CALLS_MAX = 3
@@ -112,5 +112,5 @@ class SimulatedVisits(SimulatedCuts):
 
 
 def replay(seed: int, log: Any = None, **options: Any) -> SimulatedCluster:
-    """Run one seed with visitors again; else as `paramserve.testing.replay`."""
+    """Run one seed with visitors again; else as `paramserve_testing.replay`."""
     return rerun(SimulatedVisits, seed, log, **options)

@@ -19,8 +19,8 @@ from paramserve.coordinator import CoordinatorRole
 from paramserve.core.coordination import Coordination
 from paramserve.messages import AskDebug, DebugReport, Hello, Register, decoder, encode
 from paramserve.recent import KEPT_S, LINES_MAX, REPORT_BYTES_MAX, TEXT_MAX, recorded
-from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 POLICY = ConsistencySpec("Async")
 TOKEN = b"5f" * 32

@@ -19,8 +19,8 @@ from paramserve.core.events import CutWanted, DeadlineReached
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutTaken, CutWritten, WriteCut
 from paramserve.server.checkpoints import PartWriter
 from paramserve.server.residuals import Residuals
-from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 THREAD_S = 0.01
 """What every job takes."""

@@ -29,8 +29,8 @@ from paramserve.messages import (
 from paramserve.rules import Add
 from paramserve.rules.registry import spec as rule_spec
 from paramserve.server import ServerRole, new_shard
-from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 SIZE = 8
 """Elements of float64."""

@@ -14,7 +14,7 @@ class CustomCodec(Codec):
     Its fields are numbers, bools and texts; they travel to servers with its class's name, and the
     servers have to be started with the class: `codecs=[Thirds]`. What one of the three methods
     raises refuses the push whole (`CodecFailed`), as do another number of bytes than it said, NaN
-    and Inf. `paramserve.testing.codec_suite.CodecSuite` tests it.
+    and Inf. `paramserve_testing.codec_suite.CodecSuite` tests it.
 
     Example:
         >>> @dataclass(frozen=True)

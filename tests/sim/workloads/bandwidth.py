@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paramserve.testing.network import Way
 from paramserve.virtual import VirtualClock
+from paramserve_testing.network import Way
 
 DONE = 1e-6
 """Bytes: what is left of a transfer that is over, as floats have it."""

@@ -19,12 +19,12 @@ from paramserve.client.ticket import Outcome
 from paramserve.core.block import ShardBlock
 from paramserve.core.partition import Block
 from paramserve.messages import Piece
-from paramserve.testing.history import Call, Part, Row
-from paramserve.testing.workload import GroupStep, Parameters
+from paramserve_testing.history import Call, Part, Row
+from paramserve_testing.workload import GroupStep, Parameters
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 

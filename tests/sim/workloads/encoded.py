@@ -38,14 +38,14 @@ from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Done, Piece, PlaceBlock
 from paramserve.rules.compiled import compiled
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Call, Part
-from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
+from paramserve_testing.counting import Counting
+from paramserve_testing.history import Call, Part
+from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.process import ClientProcess
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.process import ClientProcess
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

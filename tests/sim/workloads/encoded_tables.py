@@ -25,12 +25,12 @@ from paramserve.codecs.base import Codec
 from paramserve.codecs.built_in import BFloat16, Float16, Int4, Int8, Sign
 from paramserve.compiling import load_codecs
 from paramserve.core.table.parts import gradient_at
-from paramserve.testing.history import Row
-from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
+from paramserve_testing.history import Row
+from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

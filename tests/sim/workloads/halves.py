@@ -19,13 +19,13 @@ from tests.sim.workloads.beside import Beside
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import HALVES, SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Part, Row
-from paramserve.testing.workload import Pushed, Setting, Workload
+from paramserve_testing.counting import Counting
+from paramserve_testing.history import Part, Row
+from paramserve_testing.workload import Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]

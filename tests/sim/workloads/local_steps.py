@@ -21,13 +21,13 @@ from paramserve.messages import Piece
 from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
-from paramserve.testing.counting import Counting, counting_rule, wide_shape
-from paramserve.testing.history import Call, History, Part, Row, Update
-from paramserve.testing.wording import call_name
-from paramserve.testing.workload import Pushed, Setting, Workload
+from paramserve_testing.counting import Counting, counting_rule, wide_shape
+from paramserve_testing.history import Call, History, Part, Row, Update
+from paramserve_testing.wording import call_name
+from paramserve_testing.workload import Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]

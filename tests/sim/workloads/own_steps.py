@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
-from paramserve.testing.history import Call
-from paramserve.testing.scripts import WorkerScript
+from paramserve_testing.history import Call
+from paramserve_testing.scripts import WorkerScript
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
+    from paramserve_testing.client import SimulatedClient
 
 SPOILED = 0.15
 """Share of the exchanges that hold NaN."""

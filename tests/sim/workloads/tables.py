@@ -31,12 +31,12 @@ from paramserve.core.table.store import Purpose
 from paramserve.messages import Delete, Piece, PlaceBlock, ShardRequest, TableSpec
 from paramserve.rules.registry import described_by
 from paramserve.rules.rows import row_layout
-from paramserve.testing.counting import Counting, counting_rule
-from paramserve.testing.history import Call, Deletion, Part, Row
-from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
+from paramserve_testing.counting import Counting, counting_rule
+from paramserve_testing.history import Call, Deletion, Part, Row
+from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
+    from paramserve_testing.client import SimulatedClient
 
 Array = npt.NDArray[Any]
 

@@ -36,13 +36,13 @@ from paramserve.core.partition import SPLIT_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add, Hyper, PushInfo, Run
 from paramserve.rules.compiled import compiled
-from paramserve.testing.client import SimulatedClient
-from paramserve.testing.history import Call, History
-from paramserve.testing.network import Faults
-from paramserve.testing.scenario import Scenario
-from paramserve.testing.scripts import Script
-from paramserve.testing.simulated import SimulatedCluster
-from paramserve.testing.workload import GroupStep, Parameters, Pushed, Workload
+from paramserve_testing.client import SimulatedClient
+from paramserve_testing.history import Call, History
+from paramserve_testing.network import Faults
+from paramserve_testing.scenario import Scenario
+from paramserve_testing.scripts import Script
+from paramserve_testing.simulated import SimulatedCluster
+from paramserve_testing.workload import GroupStep, Parameters, Pushed, Workload
 
 Array = npt.NDArray[Any]
 

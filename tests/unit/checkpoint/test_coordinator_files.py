@@ -21,8 +21,8 @@ from paramserve.core.coordination import Coordination, CoordinatorEvent, Decided
 from paramserve.errors import CheckpointDamaged, CheckpointError, CheckpointFolderTaken
 from paramserve.launch.checkpoints import recovery_of
 from paramserve.messages import CheckpointReport
-from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 
 def config(folder: Path, **options: Any) -> CoordinatorConfig:

@@ -24,7 +24,7 @@ from paramserve.codecs import (
     TopK,
 )
 from paramserve.codecs.registry import BUILT_IN
-from paramserve.testing.codec_suite import CodecSuite
+from paramserve_testing.codec_suite import CodecSuite
 
 
 def by_block(values: Any, block: int, share: float) -> Any:

@@ -38,7 +38,7 @@ from paramserve.consistency.built_in import (
 from paramserve.consistency.registry import BUILT_IN, build, spec, terms
 from paramserve.errors import UnknownRule
 from paramserve.rules import SGD, DelayedNesterov
-from paramserve.testing.policy_suite import PlainGroupView
+from paramserve_testing.policy_suite import PlainGroupView
 
 PUSH = Push(worker=0, clock=3, staleness=0)
 

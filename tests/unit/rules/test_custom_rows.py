@@ -18,7 +18,7 @@ from paramserve.rules import Adam, Array, PushInfo, Rule, Run, row_kernels
 from paramserve.rules.custom import CustomRule
 from paramserve.rules.rows import initial_state, row_layout
 from paramserve.rules.torch_rule import TorchRule
-from paramserve.testing.row_suite import RowSuite
+from paramserve_testing.row_suite import RowSuite
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from paramserve.consistency.built_in import (
     Inverse,
     Sync,
 )
-from paramserve.testing import Call, History, Part, Row, checkers
-from paramserve.testing.history import (
+from paramserve_testing import Call, History, Part, Row, checkers
+from paramserve_testing.history import (
     Agreed,
     Answered,
     Applied,

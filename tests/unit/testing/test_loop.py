@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paramserve.testing.loop import VirtualLoop
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 THREAD_S = 0.25
 

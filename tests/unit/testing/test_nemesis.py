@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Inverse, Sync
-from paramserve.testing import cut, join, kill, leave, set_policy, slow, stop
-from paramserve.testing.counting import AddWhole, leaves_whole
-from paramserve.testing.nemesis import ScriptedFault
+from paramserve_testing import cut, join, kill, leave, set_policy, slow, stop
+from paramserve_testing.counting import AddWhole, leaves_whole
+from paramserve_testing.nemesis import ScriptedFault
 
 WRITTEN = [
     "kill(worker=3, clock=7)",

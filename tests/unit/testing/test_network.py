@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from paramserve.testing.network import (
+from paramserve.virtual import VirtualClock
+from paramserve_testing.network import (
     FAR,
     NEAR,
     Faults,
@@ -17,7 +18,6 @@ from paramserve.testing.network import (
     client_rates,
     peer_rates,
 )
-from paramserve.virtual import VirtualClock
 
 
 class Records:

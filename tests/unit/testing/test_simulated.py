@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from paramserve.testing import Scenario, SimulatedCluster
+from paramserve_testing import Scenario, SimulatedCluster
 
 
 def test_runs_leave_no_descriptors_open() -> None:

@@ -17,7 +17,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.messages import Piece
 from paramserve.rules import PushInfo
 from paramserve.rules.custom import CustomRule
-from paramserve.testing import (
+from paramserve_testing import (
     Counting,
     Parameters,
     Scenario,
@@ -27,8 +27,8 @@ from paramserve.testing import (
     Workload,
     replay,
 )
-from paramserve.testing.history import Part
-from paramserve.testing.workload import GroupStep
+from paramserve_testing.history import Part
+from paramserve_testing.workload import GroupStep
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def test_violation_of_a_workload_names_the_invariant_and_how_to_run_it_again() -
     with pytest.raises(Violation) as violation:
         replay(0, workload=wrong, consistency=Async(), others=())
     first, *lines = str(violation.value).splitlines()
-    assert first.startswith("paramserve.testing.replay(seed=0, ")
+    assert first.startswith("paramserve_testing.replay(seed=0, ")
     assert f"workload={wrong.__module__}.wrong" in first
     assert lines[0].strip().startswith("each_push_counts_three: shard ")
 

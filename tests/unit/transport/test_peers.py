@@ -9,11 +9,11 @@ import pytest
 from paramserve.config import NO_CREDENTIALS, ConsistencySpec, ServerConfig
 from paramserve.errors import ConnectTimeout
 from paramserve.messages import Hello
-from paramserve.testing.loop import VirtualLoop
 from paramserve.transport import peers as module
 from paramserve.transport.link import Link
 from paramserve.transport.peers import LOOK_S, PeerLinks, dialer
 from paramserve.virtual import VirtualClock
+from paramserve_testing.loop import VirtualLoop
 
 ADDRESSES = (("unix:a",), ("unix:b",))
 CONNECT_S = 1.0

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paramserve.virtual import VirtualClock
+from greenlet import GreenletExit, getcurrent, greenlet
 
-try:
-    from greenlet import GreenletExit, getcurrent, greenlet
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        'the simulator needs greenlet: pip install "paramserve[testing]"', name=error.name
-    ) from error
+from paramserve.virtual import VirtualClock
 
 READABLE = 1
 """As `select.POLLIN`."""

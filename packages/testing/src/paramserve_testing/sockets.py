@@ -15,11 +15,11 @@ import numpy as np
 
 from paramserve.config import Limits
 from paramserve.messages import Hello, Welcome, decoder
-from paramserve.testing.loop import VirtualLoop
-from paramserve.testing.network import FAR, NEAR, Frame, Stream
 from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import Handler, Kind, StreamConnection
 from paramserve.transport.framing import PRELUDE_BYTES, ByteArray, parse_prelude, prelude
+from paramserve_testing.loop import VirtualLoop
+from paramserve_testing.network import FAR, NEAR, Frame, Stream
 
 PIECE_BYTES = 48 << 10
 """A socket takes up to so many bytes at once."""

@@ -24,13 +24,13 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import BlockSpec, Piece, PlaceBlock, ShardRequest
 from paramserve.rules import Add, Rule
 from paramserve.rules.registry import spec
-from paramserve.testing.history import Call, Row
+from paramserve_testing.history import Call, Row
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.scenario import Scenario
-    from paramserve.testing.scripts import Script
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.scenario import Scenario
+    from paramserve_testing.scripts import Script
+    from paramserve_testing.simulated import SimulatedCluster
 
 Array = npt.NDArray[Any]
 

@@ -19,8 +19,8 @@ from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import ENDED, Answer
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import BlockSpec, Commit, Done, GroupPolicy, Members, ShardRequest, Step
-from paramserve.testing.counting import AddWhole
-from paramserve.testing.history import (
+from paramserve_testing.counting import AddWhole
+from paramserve_testing.history import (
     Answered,
     Applied,
     Decided,
@@ -31,13 +31,13 @@ from paramserve.testing.history import (
     Switched,
     Update,
 )
-from paramserve.testing.nemesis import _Slow
-from paramserve.testing.network import Faults
-from paramserve.testing.process import ClientProcess
-from paramserve.testing.scenario import Scenario
+from paramserve_testing.nemesis import _Slow
+from paramserve_testing.network import Faults
+from paramserve_testing.process import ClientProcess
+from paramserve_testing.scenario import Scenario
 
 if TYPE_CHECKING:
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.simulated import SimulatedCluster
 
 MOVE_S = 5.0
 """After healing a live client has a call answered at least this often."""

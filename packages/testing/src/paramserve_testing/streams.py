@@ -22,10 +22,10 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.testing.loop import VirtualLoop
-from paramserve.testing.network import FAR, NEAR, Frame, Stream
 from paramserve.transport.connection import Handler, Kind, as_refusable, refusal
 from paramserve.transport.framing import ByteArray
+from paramserve_testing.loop import VirtualLoop
+from paramserve_testing.network import FAR, NEAR, Frame, Stream
 
 UNREAD_MAX = 6
 """Frames that an end takes which does not read: as much as a socket's buffer holds."""

@@ -32,7 +32,7 @@ from paramserve.consistency.base import (
 )
 from paramserve.consistency.built_in import Buffered
 from paramserve.consistency.registry import build, check_registered, spec
-from paramserve.testing.drill import (
+from paramserve_testing.drill import (
     Drill,
     PlainGroupView,
     Question,
@@ -179,9 +179,9 @@ class PolicySuite:
                 Drill(self.policy, seed, count, self.patience).run()
 
     def test_simulated_cluster_keeps_its_invariants(self) -> None:
-        from paramserve.testing.checkers import ALL, bounded_staleness, check, sessions_in_order
-        from paramserve.testing.scenario import Scenario
-        from paramserve.testing.simulated import SimulatedCluster
+        from paramserve_testing.checkers import ALL, bounded_staleness, check, sessions_in_order
+        from paramserve_testing.scenario import Scenario
+        from paramserve_testing.simulated import SimulatedCluster
 
         counts = self._counts()
         workers = max(count for count in counts if count <= max(3, counts[0]))
@@ -202,7 +202,7 @@ class PolicySuite:
         """How a user runs one simulated seed again."""
         if self.policy.collects:
             return (
-                f"paramserve.testing.replay(seed={seed}, workers={workers}, "
+                f"paramserve_testing.replay(seed={seed}, workers={workers}, "
                 f"consistency={self.policy!r})"
             )
         # Its pushes are counted under a class that has no name outside.

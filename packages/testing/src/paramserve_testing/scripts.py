@@ -13,11 +13,11 @@ from paramserve.consistency.built_in import Sync
 from paramserve.core.membership import DEAD, LEFT, LIVE
 from paramserve.errors import WorkerFenced
 from paramserve.messages import AllReduce, AllReduced, Failed, Lease, Leased, Member
-from paramserve.testing.history import Agreed, Call, Company
+from paramserve_testing.history import Agreed, Call, Company
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.scenario import Scenario
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.scenario import Scenario
 
 LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paramserve.testing import checkers
-from paramserve.testing.checkers import Violation, check
-from paramserve.testing.counting import Counting
-from paramserve.testing.history import Call, History, Part, Row
-from paramserve.testing.nemesis import (
+from paramserve_testing import checkers
+from paramserve_testing.checkers import Violation, check
+from paramserve_testing.counting import Counting
+from paramserve_testing.history import Call, History, Part, Row
+from paramserve_testing.nemesis import (
     ScriptedFault,
     cut,
     join,
@@ -16,10 +16,10 @@ from paramserve.testing.nemesis import (
     slow,
     stop,
 )
-from paramserve.testing.network import Faults
-from paramserve.testing.scenario import Scenario
-from paramserve.testing.simulated import SimulatedCluster, replay
-from paramserve.testing.workload import Parameters, Pushed, Setting, Workload
+from paramserve_testing.network import Faults
+from paramserve_testing.scenario import Scenario
+from paramserve_testing.simulated import SimulatedCluster, replay
+from paramserve_testing.workload import Parameters, Pushed, Setting, Workload
 
 __all__ = [
     "SimulatedCluster",

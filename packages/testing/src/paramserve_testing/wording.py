@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paramserve.testing.history import Call, Part, Row
+from paramserve_testing.history import Call, Part, Row
 
 
 def push_numbers(found: int, text: str) -> list[str]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from paramserve.consistency.base import Policy
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.client import SimulatedClient
+    from paramserve_testing.simulated import SimulatedCluster
 
 COORDINATOR = "coordinator"
 ALWAYS_S = 1e6

@@ -18,8 +18,8 @@ from paramserve.consistency.built_in import (
     DelayCompensated,
     ElasticAverage,
 )
-from paramserve.testing.history import Applied, Call, History, Part, Update
-from paramserve.testing.wording import call_name
+from paramserve_testing.history import Applied, Call, History, Part, Update
+from paramserve_testing.wording import call_name
 
 JUDGED = (Async, BoundedStaleness, DelayCompensated, ElasticAverage)
 """The policies whose answers are computed again; those of a user's policy are not known."""

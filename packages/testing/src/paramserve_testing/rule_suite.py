@@ -22,7 +22,7 @@ import numpy as np
 
 from paramserve.rules import Array, Rule, Run
 from paramserve.rules.registry import build, spec
-from paramserve.testing.row_suite import PUSH, RowSuite, equal_bits, raises_value_error
+from paramserve_testing.row_suite import PUSH, RowSuite, equal_bits, raises_value_error
 
 SIZE = 5000
 """More than one tile of a kernel, and no multiple of a vector's width."""

@@ -11,9 +11,9 @@ from bisect import bisect
 from collections.abc import Callable
 
 from paramserve.consistency.built_in import Buffered
-from paramserve.testing.decision_checkers import gradients_count_as_decided
-from paramserve.testing.history import Call, Deleted, History, Part, Row, mask
-from paramserve.testing.policy_checkers import (
+from paramserve_testing.decision_checkers import gradients_count_as_decided
+from paramserve_testing.history import Call, Deleted, History, Part, Row, mask
+from paramserve_testing.policy_checkers import (
     bounded_staleness,
     buffers_are_full,
     changes_agree,
@@ -21,12 +21,12 @@ from paramserve.testing.policy_checkers import (
     drops_by_staleness,
     may_leave_out,
 )
-from paramserve.testing.rank_checkers import (
+from paramserve_testing.rank_checkers import (
     older_incarnations_change_nothing,
     restarts_keep_the_clocks,
     who_counts,
 )
-from paramserve.testing.wording import call_name, part_name, push_numbers, row_text
+from paramserve_testing.wording import call_name, part_name, push_numbers, row_text
 
 __all__ = [
     "check",

@@ -12,12 +12,12 @@ from paramserve.core.replies import gathered
 from paramserve.core.table.parts import padded
 from paramserve.errors import ClientClosed
 from paramserve.messages import Hello, Refused, Welcome, decoder, encode
-from paramserve.testing.network import FAR, NEAR, Bytes, Frame, Stream
 from paramserve.transport.arena import Arena
 from paramserve.transport.hello import check_answer
+from paramserve_testing.network import FAR, NEAR, Bytes, Frame, Stream
 
 if TYPE_CHECKING:
-    from paramserve.testing.fiber import Fiber
+    from paramserve_testing.fiber import Fiber
 
 LOOK_S = 1e-3
 """How often a send that waits looks whether the server takes it."""

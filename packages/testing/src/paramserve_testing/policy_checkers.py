@@ -9,8 +9,8 @@ from __future__ import annotations
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
 from paramserve.consistency.registry import BUILT_IN
-from paramserve.testing.history import Call, History, Part, Row
-from paramserve.testing.wording import call_name, part_name
+from paramserve_testing.history import Call, History, Part, Row
+from paramserve_testing.wording import call_name, part_name
 
 
 def clocks_are_decided_in_time(history: History) -> list[str]:

@@ -32,13 +32,13 @@ from paramserve.messages import (
     Step,
     SuspendMembership,
 )
-from paramserve.testing.history import Call
-from paramserve.testing.process import ClientProcess
-from paramserve.testing.scripts import Script
-from paramserve.testing.workload import GroupStep, Pushed, Workload
+from paramserve_testing.history import Call
+from paramserve_testing.process import ClientProcess
+from paramserve_testing.scripts import Script
+from paramserve_testing.workload import GroupStep, Pushed, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.simulated import SimulatedCluster
 
 Answered = Callable[[Call, ParamServeError | None], None]
 

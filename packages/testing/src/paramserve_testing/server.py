@@ -14,17 +14,17 @@ from paramserve.errors import ConnectTimeout
 from paramserve.messages import BlockSpec, Hello, Register, Scale, encode
 from paramserve.server import ServerRole
 from paramserve.server.checkpoints import resume, saved_residuals
-from paramserve.testing.loop import VirtualLoop
-from paramserve.testing.nemesis import COORDINATOR, shard_place
-from paramserve.testing.network import NEAR, Bytes, Frame, Stream, peer_rates
-from paramserve.testing.process import ClientProcess
-from paramserve.testing.sockets import SocketListener
-from paramserve.testing.streams import VirtualControl, VirtualLink, VirtualListener
+from paramserve_testing.loop import VirtualLoop
+from paramserve_testing.nemesis import COORDINATOR, shard_place
+from paramserve_testing.network import NEAR, Bytes, Frame, Stream, peer_rates
+from paramserve_testing.process import ClientProcess
+from paramserve_testing.sockets import SocketListener
+from paramserve_testing.streams import VirtualControl, VirtualLink, VirtualListener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.simulated import SimulatedCluster
 
 NONCE = "simulated"
 """Of the probe of a folder of checkpoints."""

@@ -22,19 +22,19 @@ from paramserve.core.coordination import Coordination
 from paramserve.core.partition import Block
 from paramserve.core.shard import Shard
 from paramserve.messages import Hello, LeasePlan
-from paramserve.testing.checkers import SHOWN_MAX, Violation, check
-from paramserve.testing.client import SimulatedClient
-from paramserve.testing.counting import AddWhole
-from paramserve.testing.history import Call, Deletion, History
-from paramserve.testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
-from paramserve.testing.network import Bytes, End, Faults, Network, Stream
-from paramserve.testing.process import DEADLINES, ClientProcess, SimulatedExchange
-from paramserve.testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
-from paramserve.testing.scenario import Scenario
-from paramserve.testing.scripts import ReaderScript, Script, script_of
-from paramserve.testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
-from paramserve.testing.workload import Setting
 from paramserve.virtual import VirtualClock
+from paramserve_testing.checkers import SHOWN_MAX, Violation, check
+from paramserve_testing.client import SimulatedClient
+from paramserve_testing.counting import AddWhole
+from paramserve_testing.history import Call, Deletion, History
+from paramserve_testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
+from paramserve_testing.network import Bytes, End, Faults, Network, Stream
+from paramserve_testing.process import DEADLINES, ClientProcess, SimulatedExchange
+from paramserve_testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
+from paramserve_testing.scenario import Scenario
+from paramserve_testing.scripts import ReaderScript, Script, script_of
+from paramserve_testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
+from paramserve_testing.workload import Setting
 
 SAFETY_S = 0.8
 """Virtual seconds with faults; most runs end before."""
@@ -94,7 +94,7 @@ class SimulatedCluster:
     """Of each worker; None: that of the workload, or the one that goes with the scenario."""
     reader_script: type[Script] = ReaderScript
     """Of the client that belongs to no rank."""
-    replayed_by = "paramserve.testing.replay"
+    replayed_by = "paramserve_testing.replay"
     """The function that repeats a run."""
     writers_more = 0
     """Processes of clients besides those that each run may have."""

@@ -32,14 +32,14 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.testing.fiber import Fiber, VirtualTiming
-from paramserve.testing.link import VirtualLink
-from paramserve.testing.nemesis import worker_place
-from paramserve.testing.network import NEAR, Frame, Stream
 from paramserve.transport.arena import Arena
+from paramserve_testing.fiber import Fiber, VirtualTiming
+from paramserve_testing.link import VirtualLink
+from paramserve_testing.nemesis import worker_place
+from paramserve_testing.network import NEAR, Frame, Stream
 
 if TYPE_CHECKING:
-    from paramserve.testing.simulated import SimulatedCluster
+    from paramserve_testing.simulated import SimulatedCluster
 
 RETRY_S = 0.004
 """Before a shard that does not answer is dialled again."""

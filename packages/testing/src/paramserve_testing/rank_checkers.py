@@ -10,8 +10,8 @@ from math import inf
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Adaptive, Sync
-from paramserve.testing.history import Decided, History, mask
-from paramserve.testing.wording import call_name, part_name, push_numbers
+from paramserve_testing.history import Decided, History, mask
+from paramserve_testing.wording import call_name, part_name, push_numbers
 
 
 def older_incarnations_change_nothing(history: History) -> list[str]:

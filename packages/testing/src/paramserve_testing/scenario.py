@@ -11,10 +11,10 @@ from typing import Any, Literal
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import check_registered
-from paramserve.testing.counting import counting
-from paramserve.testing.nemesis import ScriptedFault, _SetPolicy
-from paramserve.testing.network import Faults
-from paramserve.testing.workload import WorkloadFactory
+from paramserve_testing.counting import counting
+from paramserve_testing.nemesis import ScriptedFault, _SetPolicy
+from paramserve_testing.network import Faults
+from paramserve_testing.workload import WorkloadFactory
 
 OTHERS: tuple[Policy, ...] = (Sync(reduce="sum"), Async(), BoundedStaleness(bound=1))
 

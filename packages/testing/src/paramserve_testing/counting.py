@@ -27,11 +27,11 @@ from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
 from paramserve.rules.built_in import FRACTION, Allowed
 from paramserve.rules.compiled import compiled
-from paramserve.testing.history import Applied, Call, Part, Row
-from paramserve.testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
+from paramserve_testing.history import Applied, Call, Part, Row
+from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:
-    from paramserve.testing.client import SimulatedClient
+    from paramserve_testing.client import SimulatedClient
 
 Array = npt.NDArray[Any]
 
