@@ -238,9 +238,10 @@ class Loop:
             self._freeze(start)
         params = [*model.body.parameters(), *([model.book.weight] if program.book_given else [])]
         self.body = self.adopt("body", KINDS[program.kinds[0]](params))
-        if start > program.head_at or not start:
+        if not start:
             self._make_head(start)
         for number in range(start):
+            self._make_head(number)
             for name, *_ in program.operations[number]:
                 if name == "add":
                     self.add()
@@ -561,7 +562,9 @@ def check(program: Program, make_cluster: MakeCluster, folder: Path) -> None:
         plan = CheckpointPlan(folder=str(folder), run="test")
         first = served(make_cluster, program, plan)
         check_as_unbroken(unbroken, first, "a checkpoint")
-        check_exported(folder, program, unbroken.before[program.victim[1]])
+        number = program.victim[1]
+        groups = ["body", "head"] if number >= program.head_at else ["body"]
+        check_exported(folder, groups, unbroken.before[number])
         (name,) = (each.name for each in folder.glob("step-*"))
         plan = CheckpointPlan(resume_folder=str(folder), resume=name)
         check_as_unbroken(unbroken, served(make_cluster, program, plan), "a resume")
@@ -577,9 +580,9 @@ def check_as_unbroken(unbroken: Ended, broken: Ended, fault: str) -> None:
         assert not found, f"the result of {name!r} with {fault}: {found}"
 
 
-def check_exported(folder: Path, program: Program, model: State) -> None:
+def check_exported(folder: Path, groups: list[str], model: State) -> None:
     """What is trained is in a file of the checkpoint as the model had it, and torch loads it."""
-    for group in ("body", "head"):
+    for group in groups:
         out = folder / f"{group}.pt"
         arguments = ["export", str(folder), "--to", "torch", "--out", str(out), "--group", group]
         assert cli.main(["checkpoints", *arguments]) == 0
