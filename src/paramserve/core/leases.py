@@ -20,11 +20,11 @@ from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec import Struct, structs
 
+from paramserve.core.shares import batch_sizes, shares
 from paramserve.errors import Overloaded, ParamServeError
 from paramserve.messages import (
     DatasetSize,
@@ -100,37 +100,6 @@ class Tally:
     finished: dict[int, int] = field(default_factory=dict)
     repeated: int = 0
     left_over: int = 0
-
-
-def shares(speeds: Sequence[float]) -> list[float]:
-    """Of the work, by speed; a speed of 0 is unknown and counts as the mean of the others."""
-    known = [speed for speed in speeds if speed]
-    mean = sum(known) / len(known) if known else 1.0
-    weights = [speed or mean for speed in speeds]
-    return [weight / sum(weights) for weight in weights]
-
-
-def batch_sizes(total: int, speeds: Sequence[float], low: int, high: int) -> list[int]:
-    """`total` samples shared by speed, each share from `low` to `high`: [len(speeds)].
-
-    Their sum is `total` where the bounds let it be: what one cannot take goes to the others.
-
-    Source: as CSS resolves flexible lengths (Flexible Box Layout, section 9.7): of the shares that
-    break a bound, those on the side of the larger breach are fixed first.
-    """
-    fixed: dict[int, float] = {}
-    part = shares(speeds)
-    while len(fixed) < len(part):
-        free = [i for i in range(len(part)) if i not in fixed]
-        left = total - sum(fixed.values())
-        whole = sum(part[i] for i in free)
-        wanted = {i: left * part[i] / whole for i in free}
-        clipped = {i: min(max(size, low), high) for i, size in wanted.items()}
-        breach = sum(clipped.values()) - sum(wanted.values())
-        broken = {i: size for i, size in clipped.items() if (size - wanted[i]) * breach > 0}
-        fixed |= broken if abs(breach) > 1e-9 * total and broken else clipped
-    ends = [math.floor(sum(fixed[k] for k in range(i)) + 0.5) for i in range(len(part) + 1)]
-    return [min(max(b - a, low), high) for a, b in pairwise(ends)]
 
 
 STEPS_MAX = 8

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paramserve.core.leases import batch_sizes, shares
+from paramserve.core.shares import batch_sizes, shares
 
 
 @pytest.mark.parametrize(
