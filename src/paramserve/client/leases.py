@@ -101,6 +101,8 @@ class LeasedWork:
         """What was given back last, and the number by which it was posted."""
         self._taken: Mark | None = None
         """The mark of the last step."""
+        self._closed: Mark | None = None
+        """Up to where it will have stepped, as it told when it gave back last."""
         self._last_samples = 0
         self._since: tuple[float, float] | None = None
         """When the last step was sent, and how long had been waited until then."""
@@ -162,7 +164,7 @@ class LeasedWork:
     def _next_turn(self) -> None:
         self._turn += 1
         self.over = False
-        self._lease, self._taken = Leased(0), None
+        self._lease, self._taken, self._closed = Leased(0), None, None
         self._pending.clear()
         self._delivered = 0
 
@@ -307,15 +309,18 @@ class LeasedWork:
 
     def close(self) -> None:
         """The loop has ended: what no step has taken goes to others, but for what is in own steps:
-        their next exchange has that. Repeating is safe."""
+        their next exchange has that. Repeating is safe.
+
+        Also where nothing goes back the coordinator hears of it: once this worker has stepped with
+        another loader's samples, it knows by that of the last steps with these."""
         self.active = False
         if self.over:
             return
         kept = self._in_own_steps
-        if self._left or len(self._pending) > kept:
-            taken = self._taken if self._taken is not None else (0, 0)
-            mark = self._pending[kept - 1].mark if kept else taken
-            message = GiveBack(0, self.name, self._turn, mark)
+        mark = self._pending[kept - 1].mark if kept else self._taken
+        if self._left or len(self._pending) > kept or mark != self._closed:
+            self._closed = mark
+            message = GiveBack(0, self.name, self._turn, mark or (0, 0))
             # It is not waited for: an interrupt within a generator that is let go of is lost.
             self._gives_back = message, self._control.post(message)
             if not self._gives_back[1]:

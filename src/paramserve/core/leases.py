@@ -53,22 +53,31 @@ class Span(NamedTuple):
 @dataclass
 class Grant:
     """A lease that is not finished; `done`: how many of its samples are, and `before`: were when
-    the checkpoint under way began."""
+    the checkpoint under way began. `final`: its client has sent, or will, all that is left of it
+    before any step with a later lease, of whatever loader."""
 
     number: int
     span: Span
     done: int = 0
     before: int = 0
+    final: bool = False
 
     @property
     def samples(self) -> int:
         return self.span.stop - self.span.start
 
-    def reached(self, mark: Mark) -> int:
-        """How many of its samples a mark says are done."""
-        if self.number != mark[0]:
-            return self.samples if self.number < mark[0] else 0
-        return min(mark[1], self.samples)
+    def reached(self, mark: Mark, own: bool) -> int:
+        """How many of its samples a mark of its client says are done.
+
+        Args:
+            own: whether the mark is of a lease of this turn. One of another loader says nothing of
+                what the client may still give back.
+        """
+        if self.number == mark[0]:
+            return min(mark[1], self.samples)
+        if self.number > mark[0]:
+            return 0
+        return self.samples if own or self.final else self.done
 
     def part(self, start: int, stop: int) -> Span:
         """Where these of its samples lie."""
@@ -85,6 +94,10 @@ class Holder:
     """What it was given last, for the case that the reply was lost."""
     idle: bool = False
     ended: int | None = None
+
+    def owns(self, mark: Mark) -> bool:
+        """Whether a mark is of one of these grants."""
+        return any(grant.number == mark[0] for grant in self.grants)
 
     @property
     def open(self) -> int:
@@ -230,9 +243,8 @@ def _uses(holdings: Collection[Holding], marks_of: Callable[[int], Mark]) -> lis
     marks = {client: marks_of(client) for client, _, _ in holdings}
     uses = []
     for client, rank, grant in holdings:
-        reached = grant.reached(marks[client])
-        if (client, marks[client][0]) not in numbers:  # of another turn: what is open stays so
-            reached = min(reached, grant.done)
+        mark = marks[client]
+        reached = grant.reached(mark, (client, mark[0]) in numbers)
         if reached > grant.before:
             uses.append((rank, grant.part(grant.before, reached)))
     return uses
@@ -324,10 +336,11 @@ class Leases:
     def finished(self, client: int, mark: Mark) -> None:
         """All that a client was given up to this mark is in the values."""
         holder = self.holders.get(client)
-        if holder is None or all(grant.number != mark[0] for grant in holder.grants):
-            return  # of another turn, or known already
+        if holder is None:
+            return
+        own = holder.owns(mark)
         for grant in list(holder.grants):
-            more = grant.reached(mark) - grant.done
+            more = grant.reached(mark, own) - grant.done
             if more > 0:
                 grant.done += more
                 count = self._tally.finished.get(holder.rank, 0)
@@ -344,9 +357,9 @@ class Leases:
         holder.last = None
         kept: deque[Grant] = deque()
         for grant in holder.grants:
-            end = max(grant.done, grant.reached(mark))
+            end = max(grant.done, grant.reached(mark, own=True))
             self._put(grant.part(end, grant.samples))
-            grant.span = grant.part(0, end)
+            grant.span, grant.final = grant.part(0, end), True
             if grant.done < end:
                 kept.append(grant)
             else:
@@ -360,9 +373,10 @@ class Leases:
             highest: mark up to which some shard has had its steps.
         """
         holder = self.holders.pop(client)
+        own = holder.owns(highest)
         for grant in holder.grants:
             self._let_go(client, holder, grant)
-            self._tally.repeated += max(grant.reached(highest) - grant.done, 0)
+            self._tally.repeated += max(grant.reached(highest, own) - grant.done, 0)
             if grant.span in self._begun.get(holder.rank, ()) and not grant.done:
                 self._kept.setdefault(holder.rank, deque()).append(grant.span)
             else:

@@ -64,7 +64,8 @@ class Leased(Struct, frozen=True, array_like=True, tag="leased"):
 
 
 class GiveBack(Struct, frozen=True, array_like=True, tag="give-back"):
-    """A worker will not take what is beyond `mark` of what was leased to it in a turn."""
+    """A worker will not take what is beyond `mark` of what was leased to it in a turn, and steps
+    with what is up to there before it steps with any later lease."""
 
     call: int
     loader: str

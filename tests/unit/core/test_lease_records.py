@@ -9,7 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
-from tests.unit.core.test_leases import NAME, Table, World, all_of, mark_of, plan, positions, span
+from tests.unit.core.test_leases import (
+    NAME,
+    Table,
+    World,
+    all_of,
+    mark_of,
+    plan,
+    positions,
+    span,
+    switched,
+)
 
 from paramserve.core import leases as module
 from paramserve.core.leases import (
@@ -62,6 +72,20 @@ def test_what_is_used_by_the_cut_is_not_given_again_and_all_else_is() -> None:
     assert sorted(at for _, at in left) == sorted(set(range(40)) - used)
     ((_, finished, _),) = [each for each in again.book.reports()[0].ranks if each[0] == 1][:1]
     assert finished >= 5
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+@pytest.mark.parametrize("gave_back", [True, False])
+def test_mark_of_another_loader_counts_in_a_cut(gave_back: bool, begins: str) -> None:
+    """Whether the checkpoint begins before the worker has stepped, or after."""
+    table, mark = switched(gave_back=gave_back)
+    table.book.follow()
+    if begins == "after":
+        table.report(0, {0: mark})
+        table.book.follow()
+    again = Table(table.plan, book=saved(table.book, {10: mark}))
+    used = 5 if gave_back else 0
+    assert sorted(positions(all_of(again))) == [(0, at) for at in range(used, 20)]
 
 
 def test_turn_that_ended_after_the_cut_is_open_again() -> None:

@@ -298,6 +298,42 @@ def test_give_back_lost_reply_is_not_repeated_after_it() -> None:
     assert reply.lease > first.lease
 
 
+def switched(*, gave_back: bool) -> tuple[Table, tuple[int, int]]:
+    """A worker has stepped with 5 samples of its lease, then with another loader's. The shards keep
+    a client's newest mark: that one."""
+    table = Table(plan(20))
+    lease = table.given(0)
+    if gave_back:
+        table.book.give_back(GiveBack(1, NAME, 0, (lease.lease, 5)), 10)
+    message = Lease(3, "other", table.plan, 0, lease.lease, 1.0)
+    other = table.book.take(message, 10, 0, (0, 1), 2)
+    assert other is not None
+    return table, (other.lease, 5)
+
+
+@pytest.mark.parametrize("gave_back", [True, False])
+def test_mark_of_another_loader_says_that_all_is_done_that_was_not_given_back(
+    gave_back: bool,
+) -> None:
+    """Where the message is lost that gives back, it says nothing, and the samples are used again:
+    none is lost."""
+    table, mark = switched(gave_back=gave_back)
+    table.end(0, 1)
+    table.report(1, {0: mark})
+    used = 5 if gave_back else 0
+    assert sorted(positions(all_of(table, 1))) == [(0, at) for at in range(used, 20)]
+    assert table.book.reports()[0].ranks[0] == (0, 10, used)
+    assert table.book.reports()[0].repeated == 0
+
+
+def test_mark_of_another_loader_that_some_shards_have_says_what_is_repeated() -> None:
+    table, mark = switched(gave_back=True)
+    table.end(0, 1)
+    table.report(1, {0: mark}, {})
+    assert sorted(positions(all_of(table, 1))) == [(0, at) for at in range(20)]
+    assert table.book.reports()[0].repeated == 5
+
+
 def test_give_back_joins_neighbours() -> None:
     table = Table(plan(20), (0,))
     table.given(0)
