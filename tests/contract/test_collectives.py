@@ -137,14 +137,17 @@ def test_rank_that_calls_what_the_others_returned_without_is_told_at_once(
 
 
 @pytest.mark.filterwarnings("ignore:rank . has waited")
+@pytest.mark.parametrize("request_s", [10.0, 0.4, 0.2])
 def test_rank_that_steps_where_another_waits_in_a_collective_is_told_soon(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, request_s: float
 ) -> None:
-    """Under Sync neither goes on: the step needs both, and so does the collective."""
+    """Under Sync neither goes on: the step needs both, and so does the collective. It is found at
+    two looks, of which a wait of `request_s` has time for both, for one, or for none."""
     for name, seconds in (("SAY_S", 0.1), ("LOOK_S", 0.3)):
         monkeypatch.setattr(timeouts, name, seconds)
     monkeypatch.setattr(collectives, "ASK_S", 0.1)
-    cluster = make_cluster(servers=2, workers=2, policy=ps.Sync())
+    deadlines = structs.replace(DEADLINES, request_s=request_s)
+    cluster = make_cluster(servers=2, workers=2, policy=ps.Sync(), deadlines=deadlines)
     told: list[PushTimeout] = []
 
     def train(worker: ps.Worker) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from paramserve.client import timeouts
@@ -10,6 +11,18 @@ from paramserve.client.exchange import Exchange, is_complete
 from paramserve.core.client_session import Operation
 from paramserve.errors import ParamServeError, warn_user
 from paramserve.messages import OpenCollective
+
+
+@dataclass
+class _Looks:
+    """The looks of one wait at whether those that it is for wait for this rank."""
+
+    began: float
+    """When the wait did."""
+    due: float
+    """When the next one is."""
+    before: int = 0
+    """Number of the collective that was met at the last one; 0: none."""
 
 
 class Waits:
@@ -101,7 +114,8 @@ class Waits:
                 raise self.timed_out(what, group, timeout_s)
             return
         limit_s -= self.now() - began
-        while not self._wait_on(wait, what, group, began, limit_s):
+        looks = _Looks(began, self.now() + timeouts.LOOK_S)
+        while not self._wait_on(wait, what, group, looks, limit_s):
             left_s = began + self.busy_s - self.now()
             asked = group if group is not None else self._exchange.oldest_group()
             busy = self._waits_for(asked, left_s) if asked is not None else ()
@@ -116,7 +130,7 @@ class Waits:
             limit_s = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
 
     def _wait_on(
-        self, wait: Callable[[float], bool], what: str, group: int | None, began: float, s: float
+        self, wait: Callable[[float], bool], what: str, group: int | None, looks: _Looks, s: float
     ) -> bool:
         """Wait for `s` seconds more. Where those that it waits for wait for this rank in one
         collective, at two looks in a row, neither goes on.
@@ -124,19 +138,19 @@ class Waits:
         Raises:
             PushTimeout, PullTimeout: so it is.
         """
-        until, before = self.now() + s, 0
-        while s > timeouts.LOOK_S:
-            if wait(timeouts.LOOK_S):
+        until = self.now() + s
+        while looks.due < until:
+            if wait(max(looks.due - self.now(), 0.0)):
                 return True
             asked = group if group is not None else self._exchange.oldest_group()
             told = self._exchange.inquire(asked, timeouts.INQUIRE_S) if asked is not None else ()
             missing = {rank for each in told if each.held for rank, _ in each.missing}
             met = self.met(missing - {self._rank})
-            if met is not None and met.number == before and not self.pass_by(met):
-                raise timeouts.cannot_end(self._rank, what, met, self.now() - began)
-            before = met.number if met is not None else 0
-            s = min(s - timeouts.LOOK_S, until - self.now())
-        return wait(max(s, 0.0))
+            if met is not None and met.number == looks.before and not self.pass_by(met):
+                raise timeouts.cannot_end(self._rank, what, met, self.now() - looks.began)
+            looks.before = met.number if met is not None else 0
+            looks.due = self.now() + timeouts.LOOK_S
+        return wait(max(until - self.now(), 0.0))
 
     def _say(self, what: str, group: int | None, waited_s: float, timeout_s: float | None) -> bool:
         """Say for whom a wait is, if it is for other ranks; whether it was said."""
