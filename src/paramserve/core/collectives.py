@@ -74,6 +74,8 @@ class _Open:
     """Which rank that was."""
     joined: int
     """The newest client that had joined when it opened."""
+    expected: frozenset[int]
+    """Ranks that had not joined then."""
     place: int
     """The furthest of the ranks that came."""
     sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
@@ -202,8 +204,7 @@ class Collectives:
         if self.pass_by(member, before):
             return self.call(message, member) if self._open is not opened else None
         if opened is None:
-            newest = max(each.client for each in self._membership.members.values())
-            opened = self._open = _Open(message, member.rank, newest, message.place)
+            opened = self._open = self._opened(message, member.rank)
         _check_alike(opened, message, member.rank)
         opened.sent[member.rank] = member.client, message
         opened.place = max(opened.place, message.place)
@@ -213,6 +214,13 @@ class Collectives:
             return self.call(message, member)
         self._check_company(message, member.rank)
         return None
+
+    def _opened(self, message: AllReduce, rank: int) -> _Open:
+        """A collective that a rank comes to first."""
+        members = self._membership.members
+        newest = max(each.client for each in members.values())
+        expected = frozenset(each for each in members if members[each].state == EXPECTED)
+        return _Open(message, rank, newest, expected, message.place)
 
     def _is_even(self) -> bool:
         """Whether all ranks were at the same step in the last collective: where they make unequal
@@ -339,7 +347,9 @@ class Collectives:
             return member.state == EXPECTED
         if member.client in self._membership.came_later:
             return member.client in self._counted
-        return member.client <= opened.joined or opened.place == 0
+        if member.rank in opened.expected or opened.place == 0:
+            return True
+        return member.client <= opened.joined
 
     def _find(self, message: AllReduce, member: Member) -> _Ended | None:
         """The collective of a call, if it has ended."""

@@ -313,6 +313,16 @@ def test_rank_that_waits_for_those_who_wait_for_it_passes_by() -> None:
         ranks.call(1, 2.0, "rank0", place=16)
 
 
+def test_rank_that_had_not_joined_is_waited_for_when_it_has() -> None:
+    """Also where the others have made steps, as in a run that goes on from a checkpoint."""
+    ranks = Ranks(2, joined=False)
+    ranks.join(0)
+    assert ranks.call(0, 1.0, place=5) is None
+    ranks.join(1)
+    assert ranks.missing == [1]
+    assert ranks.call(1, 1.0, place=5) == 2.0
+
+
 def test_who_ends_a_collective_without_a_restarting_rank_is_told() -> None:
     ranks = Ranks(2)
     assert ranks.all_call(1.0, place=4) == 2.0
