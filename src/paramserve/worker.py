@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -18,8 +17,9 @@ from msgspec import Struct
 from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client, Connection
-from paramserve.client.collectives import Collectives, Place
+from paramserve.client.collectives import Collectives
 from paramserve.client.course import Course
+from paramserve.client.position import Position
 from paramserve.client.saving import RANDOM
 from paramserve.compiling import load_if_compiled
 from paramserve.config import Deadlines, Limits
@@ -107,6 +107,7 @@ class Worker:
         course: what its loops over loaders know from one pass to the next.
         looped: whether a loader was iterated over with gradients on.
         leased: the leased loader whose batches the steps take at present, if there is one.
+        leased_loaders: how many were made.
         notices: what the user is told of a run that goes otherwise than it looks.
         registry: who owns the value of each tensor of the optimizers' models, once there is one.
         load_state: what the models start from, by the name of their optimizer; see `load_state=`.
@@ -131,7 +132,7 @@ class Worker:
         self.passes: Kept = {}
         self.looped = False
         self.load_state: dict[str, dict[str, Any]] = {}
-        self._leased_loaders = 0
+        self.leased_loaders = 0
         self._own_parts = 0
         """Loaders over this rank's own part on whose batches the ranks have agreed."""
         self._compared = False
@@ -143,6 +144,8 @@ class Worker:
         """Where an older incarnation's generators were; empty when no loader needs it any more,
         None: the servers were not asked."""
         self.course = Course(self)
+        self._position = Position(self)
+        self._collectives = Collectives(client.connection, client.steps, self._position)
 
     def __repr__(self) -> str:
         return f"Worker(rank={self.rank}, workers={self.workers})"
@@ -185,6 +188,7 @@ class Worker:
         Before an optimizer is adopted: on the group "model", where `optimizer` puts it, if steps
         are known there, else on "default".
         """
+        self._position.look()
         return self.client.clock(self.groups[0])
 
     @property
@@ -236,13 +240,13 @@ class Worker:
 
     def new_loader_name(self) -> str:
         """For the next leased loader: the same on all ranks that make them in the same order."""
-        self._leased_loaders += 1
-        return f"loader-{self._leased_loaders}"
+        self.leased_loaders += 1
+        return f"loader-{self.leased_loaders}"
 
     def agree_on_batches(self, batches: int) -> int:
         """As many as the rank has whose part is the smallest: all ranks call it for their next
         loader over a part of their own. One that comes later gets what the others agreed on."""
-        agreed = self._collectives.least(batches, self._own_parts + 1, self._place)
+        agreed = self._collectives.least(batches, self._own_parts + 1)
         self._own_parts += 1
         return agreed
 
@@ -321,6 +325,7 @@ class Worker:
             default: returned where nothing was.
         """
         self.client.steps.clock_read = True  # the function knows where it goes on
+        self._position.look()
         found = self.client.saving.find(name)
         return default if found is None else plain.load(found)
 
@@ -464,7 +469,7 @@ class Worker:
                 that was not read before.
         """
         self.client.drain()
-        self._collectives.barrier(self._place, timeout_s)
+        self._collectives.barrier(timeout_s)
 
     def assign(self) -> None:
         """Have the servers and all ranks take what rank 0's models hold now: the way to write
@@ -503,7 +508,9 @@ class Worker:
         `op="rank0"` that of rank 0 always. Where all others have
         ended, and one of them returned by itself without this call, it is an error. A rank that was
         restarted or added begins its function anew: its calls give what the others got at that
-        point, until it has come to where they are. A rank that is to end gets its own value.
+        point, until it has come to where they are. Restarted in a loop over `range(worker.clock,
+        n)`, it goes on with those of that step: ask for the clock behind the calls of the setup.
+        A rank that is to end gets its own value.
 
         Example:
             loss = worker.all_reduce(evaluate(model))
@@ -527,22 +534,7 @@ class Worker:
             ParamServeError: another rank made another call, or the others returned without it; or
                 rank 0, whose value it is.
         """
-        return self._collectives.all_reduce(value, op, self._place, timeout_s)
-
-    @cached_property
-    def _collectives(self) -> Collectives:
-        return Collectives(self.client.connection, self.client.steps)
-
-    @property
-    def _place(self) -> Place:
-        """Steps that the function has gone through since it began, with those that loaders have
-        left out or that it has gone on behind: where a rank is that was restarted or added. With
-        leased loaders ranks are at other steps in the same call."""
-        exact = not self._leased_loaders and self.course.place_known
-        if self._clock > self.client.steps.resumed.get(self.groups[0], 0):
-            return Place(self._clock, exact)
-        left = self.course.look_left() if self.incarnation > 1 else self._clock
-        return Place(max(self._clock - left, 0), exact)
+        return self._collectives.all_reduce(value, op, timeout_s)
 
     @property
     def returned_before(self) -> bool:

@@ -269,6 +269,23 @@ def refused_while_others_live(monkeypatch: pytest.MonkeyPatch) -> type[Simulated
     return SimulatedCluster
 
 
+def next_result_wherever_a_rank_is(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank that comes again gets the results in order from the first one, and its place says
+    nothing."""
+
+    def following(self: Collectives, message: AllReduce, member: Member) -> _Ended | None:
+        return self._ended.get(message.seen + 1)
+
+    monkeypatch.setattr(Collectives, "_find", following)
+    return SimulatedCluster
+
+
+def first_step_passes_nothing_by(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank that has made its first step is waited for in the calls that it has left out."""
+    monkeypatch.setattr(Collectives, "begin_steps", lambda self, message, member: None)
+    return SimulatedCluster
+
+
 COLLECTIVE = {"collectives": True, "others": ()}
 CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (
@@ -296,5 +313,7 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (own_value_overwritten, Sync(reduce="sum"), COLLECTIVE),
     (last_rank_is_left_alone, Async(), COLLECTIVE),
     (refused_while_others_live, Async(), COLLECTIVE),
+    (next_result_wherever_a_rank_is, Async(), COLLECTIVE),
+    (first_step_passes_nothing_by, Sync(reduce="sum"), COLLECTIVE),
 )
 """What is planted, under which policy, in which scenario."""

@@ -239,15 +239,18 @@ def test_seeds_samples_shared_by_lease_are_all_used(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_seeds_ranks_agree_in_collectives(policy: str) -> None:
-    agreed, again, refused = 0, 0, 0
+    agreed, again, refused, further = 0, 0, 0, 0
     for seed in range(20):
         found = replay(seed, consistency=POLICIES[policy], others=(), collectives=True).history
         agreed += len(found.agreed)
+        first = {each.writer: each.nth for each in reversed(found.agreed)}
+        further += sum(nth > 1 for nth in first.values())
         again += sum(each.again for each in found.agreed)
         refused += sum(each.refused for each in found.company)
     assert agreed > 100, "else the checker had little to judge"
     assert again > 10
     assert refused > 3
+    assert further > 2, "ranks go on where they were"
 
 
 def test_seeds_server_that_is_looked_for_after_a_reset_goes_on() -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
+from paramserve.client.position import Position
 from paramserve.client.steps import Steps
 from paramserve.core.collectives import BARRIER, COMBINE, RANK0, call_of
 from paramserve.errors import Timeout, warn_user
@@ -31,13 +32,6 @@ class Packed(NamedTuple):
     """Whether it is one number, of Python or of numpy."""
 
 
-class Place(NamedTuple):
-    """Where a program is; see `AllReduce.place`."""
-
-    steps: int
-    exact: bool = True
-
-
 NOTHING = Packed(np.zeros(0), lambda result: None)
 """The value of a barrier."""
 
@@ -49,38 +43,35 @@ class Collectives:
         arrays: whether a value of more than one element was reduced, as a gradient is.
     """
 
-    def __init__(self, connection: Connection, steps: Steps) -> None:
+    def __init__(self, connection: Connection, steps: Steps, position: Position) -> None:
         self._connection = connection
         self._steps = steps
+        self._position = position
         self.arrays = False
-        self._seen = 0
-        """Number of the last one whose result is known here."""
 
-    def barrier(self, place: Place, timeout_s: float | None) -> None:
+    def barrier(self, timeout_s: float | None) -> None:
         """See `Worker.barrier`."""
-        self._call(BARRIER, NOTHING, place, timeout_s)
+        self._call(BARRIER, NOTHING, timeout_s)
 
-    def all_reduce(self, value: Any, op: str, place: Place, timeout_s: float | None) -> Any:
+    def all_reduce(self, value: Any, op: str, timeout_s: float | None) -> Any:
         """See `Worker.all_reduce`."""
         if op not in (RANK0, *COMBINE):
             raise ValueError(f"op must be one of {', '.join((*COMBINE, RANK0))}, not {op!r}")
         packed = pack(value, op)
         self.arrays = self.arrays or packed.array.size > 1
-        told = self._call(op, packed, place, timeout_s)
+        told = self._call(op, packed, timeout_s)
         result = np.frombuffer(told.value, told.dtype).reshape(packed.array.shape)
         return packed.restore(result.copy())
 
-    def least(self, number: int, parts: int, place: Place) -> int:
+    def least(self, number: int, parts: int) -> int:
         """The smallest of all ranks' numbers for this loader over parts of their own, or what they
         have agreed on before this rank came; see `AllReduce.parts`."""
-        told = self._call("min", pack(number, "min"), place, None, parts)
+        told = self._call("min", pack(number, "min"), None, parts)
         return int(np.frombuffer(told.value, told.dtype)[0])
 
-    def _call(
-        self, op: str, packed: Packed, place: Place, timeout_s: float | None, parts: int = 0
-    ) -> AllReduced:
+    def _call(self, op: str, packed: Packed, timeout_s: float | None, parts: int = 0) -> AllReduced:
         self._connection.check()
-        array = packed.array
+        place, array = self._position.place, packed.array
         what = call_of(op)
         value = array.tobytes()
         began, waited_s, said = self._steps.now(), 0.0, False
@@ -95,18 +86,21 @@ class Collectives:
                 array.dtype.name,
                 array.shape,
                 value,
-                self._seen,
+                self._position.seen,
                 place.steps,
                 wait_s,
                 last,
                 packed.number,
                 parts,
                 place.exact,
+                place.epoch,
+                place.inner,
+                place.ticks,
             )
             reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
             if reply.ended:
-                self._seen = reply.number
-                if reply.missing and op != BARRIER:
+                self._position.seen = reply.number
+                if reply.missing and op not in (BARRIER, RANK0):
                     self._warn_without(what, reply.missing)
                 return reply
             waited_s = self._steps.now() - began

@@ -21,6 +21,7 @@ from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, NO_RANK, Credentials, Deadlines, Limits
 from paramserve.errors import (
     ClientClosed,
+    CollectiveMismatch,
     ConnectTimeout,
     ParamServeError,
     ServerGone,
@@ -55,6 +56,8 @@ LEAST_S = 1e-3
 """A wait of 0 s, as a message says it, would mean something else."""
 CLOSE_S = 1.0
 """How long `close` waits for what was sent, and for the coordinator's goodbye."""
+FIRST_STEP_S = 1.0
+"""How long the first step of a restarted rank waits for the coordinator."""
 
 
 class _Arrival:
@@ -315,6 +318,20 @@ class Connection:
         except ParamServeError:
             return False
         return True
+
+    def begin_steps(self, message: PassBy) -> None:
+        """Have the others wait no longer for this restarted rank in collectives up to its first
+        step, if the coordinator can be asked.
+
+        Raises:
+            CollectiveMismatch: it has made some of those before this step, and not all.
+        """
+        try:
+            self.control.call(message, Ok, timeout_s=FIRST_STEP_S)
+        except CollectiveMismatch:
+            raise
+        except ParamServeError:
+            return
 
     def members(self) -> Sequence[Member]:
         """All ranks, as the coordinator knows them; nothing where it cannot be asked."""

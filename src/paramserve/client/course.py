@@ -358,6 +358,11 @@ class Course:
             client.saving.ask(UNDER_WAY, under_way)
             client.saving.ask(MADE, self._pack_made)
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether the training function has batches of a pass that counts for restarts."""
+        return any(each.under_way for each in self._active)
+
     # --- clocks that went on without this worker --------------------------------------------------
 
     def _count_missed(self) -> None:
@@ -427,6 +432,11 @@ class Pass:
     def so_far(self) -> Irregular:
         """Of this pass, while it is under way."""
         return Irregular(self.number, 1, self.skipped, 0, 0)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the training function has got a batch of it."""
+        return self._taken >= 0
 
     def leave_out_late(self) -> None:
         """Begin behind the clocks that were missed since the last pass, as far as this one has

@@ -84,6 +84,10 @@ class Saving:
             self._asked[OWN + name] = function
             self._steps.saving = self
 
+    def stop_asking(self, name: str) -> None:
+        """Ask the library's own function no more; what it has given stays."""
+        self._asked.pop(OWN + name, None)
+
     def keep(self, name: str, data: bytes) -> None:
         """Save what the library itself knows; the next step tells it."""
         with self._connection.lock:

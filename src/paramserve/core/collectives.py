@@ -11,7 +11,8 @@ of every rank that it waits for:
 - not of one that is being restarted. But as long as no rank has made a step it is waited for: its
   function begins at the beginning, and the others may wait for what it does there;
 - of a restarted rank in each collective that opens after it has joined, unless its program has
-  passed by: it calls one at a later step, or waits for a step of those that wait for it here;
+  passed by: it calls one at a later step, has begun to step behind this one, or waits for a step of
+  those that wait for it here;
 - of a rank that was added, or that had ended for good and comes again, in each one after the first
   that it sends a value to. Until then the others step without it;
 - of rank 0 where its value is the result, whatever it does: once it has ended, the call is refused.
@@ -19,8 +20,10 @@ of every rank that it waits for:
 A rank that is restarted, added or comes again begins its function at the beginning, while the
 others are in the middle: it makes calls whose collective has ended. It gets the results, in order,
 as far as they are kept. Which one a call is, its place says: the steps that its program has gone
-through, with those that its loaders have left out. What the ranks have agreed on for a loader over
-parts of their own is found by the loader's number, wherever the others are.
+through, with those that its loaders have left out or that its loop begins behind, and the epochs
+that it has begun, which tell what follows an epoch from what comes before the next one. What the
+ranks have agreed on for a loader over parts of their own is found by the loader's number, wherever
+the others are.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from paramserve.core.membership import (
     Membership,
 )
 from paramserve.errors import CollectiveMismatch, Overloaded, ParamServeError
-from paramserve.messages import AllReduce, AllReduced, Member, Missing
+from paramserve.messages import AllReduce, AllReduced, Member, Missing, PassBy
 
 KEPT_MAX = 10_000
 """Collectives whose results are kept for ranks that are restarted or added."""
@@ -62,6 +65,8 @@ DIMENSIONS_MAX = 64
 """As numpy has it."""
 RANKS_SHOWN_MAX = 8
 """In an error."""
+At = tuple[int, int]
+"""Where a program is: the steps that it has gone through, and the epochs that it has begun."""
 
 
 @dataclass
@@ -76,17 +81,23 @@ class _Open:
     """The newest client that had joined when it opened."""
     expected: frozenset[int]
     """Ranks that had not joined then."""
-    place: int
+    at: At
     """The furthest of the ranks that came."""
+    ticks: int = 0
+    """The most of them."""
     sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
     """By rank: its client, and its call."""
     passed: set[int] = field(default_factory=set)
     """Restarted ranks whose program has left this call out."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether all that came here are at one place where they are even."""
+        return all(each.exact for _, each in self.sent.values())
+
     def is_before(self, message: AllReduce) -> bool:
-        """Whether a call is one of a later step than all that came here."""
-        exact = all(each.exact for _, each in self.sent.values())
-        return exact and message.exact and message.place > self.place
+        """Whether a call is one of a later place than all that came here."""
+        return self.exact and message.exact and _at(message) > self.at
 
 
 class _Ended(NamedTuple):
@@ -105,9 +116,28 @@ class _Ended(NamedTuple):
     """Of ranks that were elsewhere than at `place`; -1: it took no part."""
     without: tuple[Member, ...] = ()
     """Ranks that took no part, since they were being restarted."""
+    epoch: int = 0
+    inner: bool = False
+    """As `AllReduce.inner`."""
+    ticks: int = 0
+
+    @property
+    def at(self) -> At:
+        return self.place, self.epoch
 
     def place_of(self, rank: int) -> int:
         return self.places.get(rank, self.place)
+
+
+class _Begun(NamedTuple):
+    """Where a restarted rank has made its first step."""
+
+    client: int
+    ticks: int
+    """That it had made before."""
+    at: At
+    some: bool
+    """Whether it has made calls there before."""
 
 
 class EndedRecord(Struct, frozen=True):
@@ -121,6 +151,9 @@ class EndedRecord(Struct, frozen=True):
     what: str
     places: dict[int, int] = {}
     parts: int = 0
+    epoch: int = 0
+    inner: bool = False
+    ticks: int = 0
 
 
 class CollectivesRecord(Struct, frozen=True):
@@ -154,6 +187,8 @@ class Collectives:
         """The furthest place of a collective whose result is kept no longer; -1: all are kept."""
         self._counted: set[int] = set()
         """Clients that have sent a value to a collective."""
+        self._begun: dict[int, _Begun] = {}
+        """By rank that was restarted and steps."""
 
     def record(self) -> CollectivesRecord:
         """What has ended, to be saved: who took part in it does not come again."""
@@ -204,10 +239,12 @@ class Collectives:
         if self.pass_by(member, before):
             return self.call(message, member) if self._open is not opened else None
         if opened is None:
+            self._check_all_made(message)
             opened = self._open = self._opened(message, member.rank)
         _check_alike(opened, message, member.rank)
         opened.sent[member.rank] = member.client, message
-        opened.place = max(opened.place, message.place)
+        opened.at = max(opened.at, _at(message))
+        opened.ticks = max(opened.ticks, message.ticks)
         self._counted.add(member.client)
         self.changed()
         if self._open is None:
@@ -220,7 +257,7 @@ class Collectives:
         members = self._membership.members
         newest = max(each.client for each in members.values())
         expected = frozenset(each for each in members if members[each].state == EXPECTED)
-        return _Open(message, rank, newest, expected, message.place)
+        return _Open(message, rank, newest, expected, _at(message))
 
     def _is_even(self) -> bool:
         """Whether all ranks were at the same step in the last collective: where they make unequal
@@ -238,6 +275,46 @@ class Collectives:
         self.changed()
         return True
 
+    def begin_steps(self, message: PassBy, member: Member) -> None:
+        """A rank that was restarted makes its first step, and none of the calls up to there.
+
+        Raises:
+            CollectiveMismatch: it has made some of the calls between the step before and this one,
+                and not all: the results may be those of others.
+        """
+        if member.incarnation < 2:
+            return
+        at, ticks = (message.place, message.epoch), message.ticks
+        last, following = (self._ended.get(message.seen + each) for each in (0, 1))
+        some = last is not None and (last.at, last.ticks) == (at, ticks)
+        if some and following is not None and (following.at, following.ticks) == (at, ticks):
+            raise _some_only(member.rank, message.place, following.what)
+        opened = self._open
+        if some and opened is not None and (opened.at, opened.ticks) == (at, ticks):
+            raise _some_only(member.rank, message.place, _what(opened.first))
+        self._begun[member.rank] = _Begun(member.client, ticks, at, some)
+        self.changed()
+
+    def _check_all_made(self, message: AllReduce) -> None:
+        """Refuse a call that a rank which has come back has made another one in place of."""
+        for rank in self._begun:
+            begun = self._begun_of(self._membership.members[rank])
+            where = message.ticks, _at(message)
+            if begun is not None and begun.some and (begun.ticks, begun.at) == where:
+                raise _some_only(rank, message.place, _what(message))
+
+    def _begun_of(self, member: Member) -> _Begun | None:
+        """Where this incarnation of a rank has made its first step, if it was restarted."""
+        begun = self._begun.get(member.rank)
+        return begun if begun is not None and begun.client == member.client else None
+
+    def _has_passed(self, opened: _Open, member: Member) -> bool:
+        """Whether the program of a rank that was restarted is behind a collective."""
+        begun = self._begun_of(member)
+        if begun is not None and opened.ticks <= begun.ticks and opened.exact:
+            return True
+        return member.rank in opened.passed
+
     def changed(self) -> None:
         """The membership has changed, or a value has come: end the collective if it has all."""
         opened = self._open
@@ -250,19 +327,24 @@ class Collectives:
         calls = [call for _, (_, call) in sorted(opened.sent.items())]
         clients = frozenset(client for client, _ in opened.sent.values())
         result = reduced(calls)
+        place, epoch = opened.at
         places = dict.fromkeys(self._membership.members.keys() - opened.sent.keys(), -1)
         for rank, (_, call) in opened.sent.items():
-            if call.place != opened.place:
+            if call.place != place:
                 places[rank] = call.place
         what = _what(opened.first)
         members = [each for _, each in sorted(self._membership.members.items())]
-        lacks = {each.rank for each in members if each.state == RESTARTING} | opened.passed
         without = tuple(
-            each for each in members if each.rank in lacks and places.get(each.rank) == -1
+            each
+            for each in members
+            if each.state == RESTARTING or self._has_passed(opened, each)
+            if places.get(each.rank) == -1
         )
-        self._keep(_Ended(self.number, opened.place, clients, *result, what, places, without))
+        ended = _Ended(self.number, place, clients, *result, what, places, without)
+        ended = ended._replace(epoch=epoch, inner=opened.first.inner, ticks=opened.ticks)
+        self._keep(ended)
         if opened.first.parts and len(self._agreed) < KEPT_MAX:
-            agreed = _Ended(self.number, opened.place, frozenset(), *result, what, places)
+            agreed = ended._replace(clients=frozenset(), without=())
             self._agreed[opened.first.parts] = agreed
 
     def _keep(self, newest: _Ended) -> None:
@@ -305,15 +387,23 @@ class Collectives:
             return []
         return sorted(self._membership.returned & others)
 
+    def _where_rank_0_is(self, opened: _Open) -> str:
+        """In words, where it makes this call no more; empty: it has made it, or may."""
+        first = self._membership.members.get(0)
+        if 0 in opened.sent:
+            return ""
+        if first is None or first.state in (LEFT, DEAD, RETIRING):
+            return "has ended"
+        passed = self._has_passed(opened, first)
+        return "was started again, and has gone on" if passed else ""
+
     def _check_company(self, message: AllReduce, rank: int) -> None:
         """Refuse the call of the last rank where others have returned without one."""
         assert self._open is not None
-        opened, first = self._open, self._membership.members.get(0)
-        ended = first is None or first.state in (LEFT, DEAD, RETIRING)
-        gone = ended or 0 in opened.passed
-        if opened.first.op == RANK0 and gone and 0 not in opened.sent:
+        opened = self._open
+        where = self._where_rank_0_is(opened) if opened.first.op == RANK0 else ""
+        if where:
             self.withdraw(rank)
-            where = "has ended" if ended else "was started again, and has gone on"
             raise ParamServeError(
                 f"rank {rank} called {_in_words(message)}, and rank 0 {where} without this call",
                 fix="make it in a loop over range(epochs), whose calls a rank makes again that is "
@@ -337,17 +427,17 @@ class Collectives:
             self._open = None
 
     def _awaits(self, opened: _Open, member: Member) -> bool:
-        if member.rank in opened.passed:
+        if self._has_passed(opened, member):
             return False
         if opened.first.op == RANK0 and member.rank == 0:
             return member.state not in (LEFT, DEAD, RETIRING)
         if member.state == RESTARTING:
-            return opened.place == 0
+            return opened.at[0] == 0
         if member.state != LIVE:
             return member.state == EXPECTED
         if member.client in self._membership.came_later:
             return member.client in self._counted
-        if member.rank in opened.expected or opened.place == 0:
+        if member.rank in opened.expected or opened.at[0] == 0:
             return True
         return member.client <= opened.joined
 
@@ -368,10 +458,12 @@ class Collectives:
                 "worker.loader does, and call worker.all_reduce less often than at each step",
             )
         self._check_none_left_out(message, member)
+        at, client, begun = _at(message), member.client, self._begun_of(member)
+        passed = begun.ticks if begun is not None else -1
         for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
-            if member.client in each.clients or each.place >= message.place:
-                if member.client not in each.clients:
+            if each.ticks > passed and (client in each.clients or (each.place, each.epoch) >= at):
+                if client not in each.clients:
                     self._check_again(each, message, member)
                 return each
         return None
@@ -384,6 +476,8 @@ class Collectives:
             return
         at = left_out.place_of(member.rank)
         if member.client in left_out.clients or not 0 <= at == last.place_of(member.rank):
+            return
+        if left_out.inner:
             return
         if at < message.place:
             raise CollectiveMismatch(
@@ -401,12 +495,16 @@ class Collectives:
         if ended.what == _what(message) and not (more and ended.place_of(member.rank) > at):
             return
         where = f"rank {member.rank} (incarnation {member.incarnation}) called {_in_words(message)}"
-        was = ended.what
+        was, cause = ended.what, ""
         if ended.what == _what(message):
             was = f"the next one {ended.place_of(member.rank) - at} steps later"
+            cause = (
+                ". As only the steps between the calls differ, a loader may have another "
+                "batch_size, dataset or batches_per_step"
+            )
         raise CollectiveMismatch(
             f"{where} at step {at} of its program, where the call of before was {was}: a function "
-            "that begins again gets the results that its calls had",
+            f"that begins again gets the results that its calls had{cause}",
             fix="make the calls of before in the same order; where a run goes on from a checkpoint "
             "make new ones behind them only, or begin without resume=",
         )
@@ -418,7 +516,8 @@ class Collectives:
         shape = len(message.shape) <= DIMENSIONS_MAX and min(message.shape, default=0) >= 0
         shape = shape and not (message.number and message.shape)
         shape = shape and (message.parts == 0 or message.number)
-        if not (known and shape) or min(message.place, message.seen, message.parts) < 0:
+        counts = message.place, message.epoch, message.ticks, message.seen, message.parts
+        if not (known and shape) or min(counts) < 0:
             raise ParamServeError(
                 f"a collective with op {message.op[:20]!r} and dtype {message.dtype[:20]!r}, at "
                 f"step {message.place} after number {message.seen}",
@@ -440,14 +539,16 @@ class Collectives:
 
 
 def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
-    number, place, _, result, dtype, what, places, _ = ended
-    return EndedRecord(number, place, result, dtype, what, dict(places), parts)
+    about = ended.result, ended.dtype, ended.what, dict(ended.places)
+    where = ended.epoch, ended.inner, ended.ticks
+    return EndedRecord(ended.number, ended.place, *about, parts, *where)
 
 
 def _restored(record: EndedRecord) -> _Ended:
     """Of clients that do not come again."""
     about = record.result, record.dtype, record.what, record.places
-    return _Ended(record.number, record.place, frozenset(), *about)
+    ended = _Ended(record.number, record.place, frozenset(), *about)
+    return ended._replace(epoch=record.epoch, inner=record.inner, ticks=record.ticks)
 
 
 def _answer(
@@ -455,6 +556,17 @@ def _answer(
 ) -> AllReduced:
     missing = tuple(Missing(each.rank, each.state) for each in without)
     return AllReduced(call, number, value, ended=True, missing=missing, dtype=dtype)
+
+
+def _some_only(rank: int, place: int, more: str) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"rank {rank} was started again and has made some of the collectives at step {place} of "
+        f"its program before it steps, and the others one more: {more}. Which of them were its "
+        "own, and so which results it should have, cannot be told",
+        fix="in a loop over range(worker.clock, n), or within a pass over a loader, make all "
+        "collectives before the step, or all behind it; behind an epoch they belong behind the "
+        "pass, in a loop over loader.epochs",
+    )
 
 
 def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
@@ -465,6 +577,10 @@ def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
             fix="make the same calls in the same order on all ranks, with numbers on all, or with "
             "arrays or tensors of one shape and dtype: float(loss) is a number",
         )
+
+
+def _at(message: AllReduce) -> At:
+    return message.place, message.epoch
 
 
 def _what(message: AllReduce) -> str:

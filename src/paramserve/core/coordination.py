@@ -377,6 +377,9 @@ class Coordination:
                 self._records_max = self.config.limits.log_records_max * message.workers
             case PassBy():
                 member = self._worker_of(party, "passed a collective by")
+                if message.place >= 0:
+                    self.collectives.begin_steps(message, member)
+                    return Ok(message.call)
                 opened = self._open_collective()
                 if opened is not None and opened.number == message.number:
                     self.collectives.pass_by(member)
@@ -707,7 +710,8 @@ class Coordination:
         missing = tuple(each.rank for each in self.collectives.missing())
         number = self.collectives.number + 1
         op = next(iter(calls.values())).op
-        return OpenCollective(number, op, tuple(sorted(calls)), missing)
+        epoch = max(each.epoch for each in calls.values())
+        return OpenCollective(number, op, tuple(sorted(calls)), missing, epoch)
 
     def _page(self, skip: int) -> tuple[Record, ...]:
         """The records from there on that fit into one status."""

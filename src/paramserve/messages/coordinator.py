@@ -277,7 +277,10 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     that its dtype may be another one on each rank. `parts`: of the loaders over a part of the
     rank's own, which one this number is for, from 1; a rank that comes later gets what the others
     got for it. 0: of none. `exact`: False with leased loaders, where the ranks are at other steps
-    in the same call.
+    in the same call. `epoch`: the epochs that its loops over `loader.epochs` have begun. `inner`:
+    it is made where a later incarnation does not come by again: in a pass over a loader, in a round
+    of such a loop, or behind a look at the worker's clock. `ticks`: the clocks of all groups that
+    its rank steps on, added up.
     """
 
     call: int
@@ -292,14 +295,26 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     number: bool = False
     parts: int = 0
     exact: bool = True
+    epoch: int = 0
+    inner: bool = False
+    ticks: int = 0
 
 
 class PassBy(Struct, frozen=True, array_like=True, tag="pass-by"):
     """The program of this restarted rank has left out the collective with this number, in which
-    others wait for it while it waits for them."""
+    others wait for it while it waits for them.
+
+    With a `place` instead, and the rest as in `AllReduce`: it makes its first step there, behind
+    the call with number `seen`, and all ranks make each step together. It makes none of the calls
+    up to there any more.
+    """
 
     call: int
-    number: int
+    number: int = 0
+    place: int = -1
+    epoch: int = 0
+    seen: int = 0
+    ticks: int = 0
 
 
 class Missing(Struct, frozen=True, array_like=True):
@@ -314,12 +329,13 @@ class Missing(Struct, frozen=True, array_like=True):
 
 class OpenCollective(Struct, frozen=True, array_like=True):
     """The collective with this number, and the ranks that wait in it at this moment for those that
-    are missing."""
+    are missing. `epoch`: of their calls."""
 
     number: int
     op: str
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
+    epoch: int = 0
 
 
 class AllReduced(Struct, frozen=True, array_like=True, tag="all-reduced"):

@@ -232,7 +232,8 @@ class Loader:
             if done and before == steps and not worker.returned_before:
                 group, left = worker.groups[0], epochs - start - done
                 clock = worker.client.steps.resumed.get(group, 0)
-                if left and all_have_stopped(worker.client, group, clock):
+                gone_through = worker.client.steps.epochs + done
+                if left and all_have_stopped(worker.client, group, clock, gone_through):
                     worker.notices.others_have_stopped(start + done - 1)
                     return iter(())
                 worker.notices.behind_epoch(start + done - 1)

@@ -13,8 +13,8 @@ from msgspec import structs
 from paramserve.core import collectives
 from paramserve.core.collectives import Collectives, CollectivesRecord
 from paramserve.core.membership import DEAD, LEFT, Membership
-from paramserve.errors import Overloaded, ParamServeError
-from paramserve.messages import AllReduce, AllReduced, Join
+from paramserve.errors import CollectiveMismatch, Overloaded, ParamServeError
+from paramserve.messages import AllReduce, AllReduced, Join, PassBy
 
 
 class Ranks:
@@ -47,7 +47,7 @@ class Ranks:
         """What a rank gets; None: it waits."""
         data = value if isinstance(value, bytes) else np.float64(value).tobytes()
         message = AllReduce(0, op, "float64", (), data, self.seen[rank], place, 1.0)
-        message = structs.replace(message, **changes)
+        message = structs.replace(message, **{"ticks": place, **changes})
         reply = self.collectives.call(message, self.membership.members[rank])
         if reply is None:
             return None
@@ -56,12 +56,17 @@ class Ranks:
         self.seen[rank] = reply.number
         return float(np.frombuffer(reply.value)[0])
 
-    def all_call(self, value: float, *, place: int = 0) -> float | None:
+    def all_call(self, value: float, *, place: int = 0, **changes: Any) -> float | None:
         """All live ranks call, and wait until they have the result."""
         live = [r for r, each in self.membership.members.items() if each.state == "live"]
-        found = [self.call(rank, value, place=place) for rank in live][-1]
-        assert all(self.call(rank, value, place=place) == found for rank in live[:-1])
+        found = [self.call(rank, value, place=place, **changes) for rank in live][-1]
+        assert all(self.call(rank, value, place=place, **changes) == found for rank in live[:-1])
         return found
+
+    def begin_steps(self, rank: int, place: int, ticks: int | None = None) -> None:
+        ticks = ticks if ticks is not None else place
+        message = PassBy(0, place=place, seen=self.seen[rank], ticks=ticks)
+        self.collectives.begin_steps(message, self.membership.members[rank])
 
     @property
     def missing(self) -> list[int]:
@@ -313,6 +318,132 @@ def test_rank_that_waits_for_those_who_wait_for_it_passes_by() -> None:
         ranks.call(1, 2.0, "rank0", place=16)
 
 
+def test_rank_that_makes_its_first_step_is_waited_for_in_no_call_up_to_there() -> None:
+    """In a loop that begins at its clock, whichever calls the others make at that step yet."""
+    ranks = Ranks(2)
+    for place in (0, 1):
+        ranks.all_call(1.0, place=place)
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(1, 2.0, place=2) is None
+    ranks.begin_steps(0, place=2)
+    assert ranks.missing == []
+    assert ranks.call(1, 2.0, place=2) == 2.0
+    assert ranks.call(1, 3.0, place=2) == 3.0, "nor in the next one at this step"
+    assert ranks.call(1, 4.0, place=3) is None
+    assert ranks.missing == [0], "now it comes"
+    assert ranks.call(0, 5.0, place=3) == 9.0
+    assert ranks.call(1, 4.0, place=3) == 9.0
+    ranks.dies(0)
+    ranks.join(0)
+    ranks.seen[0] = 5
+    assert ranks.call(1, 1.0, place=2) is None
+    assert ranks.missing == [0], "that was an older client"
+    ranks.collectives.withdraw(1)
+    assert ranks.call(1, 1.0, place=2, exact=False) is None
+    ranks.begin_steps(0, place=3)
+    assert ranks.missing == [0], "places of leased loaders cannot be compared"
+
+
+def test_calls_between_steps_of_another_optimizer_than_the_first_are_not_passed_by() -> None:
+    """The place counts the first one's steps: that of a second phase of the training stays."""
+    ranks = Ranks(2)
+    for ticks in (4, 5):
+        ranks.all_call(1.0, place=4, ticks=ticks)
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(1, 1.0, place=4, ticks=6) is None
+    ranks.seen[0] = 2
+    ranks.begin_steps(0, place=4, ticks=6)
+    assert ranks.call(1, 1.0, place=4, ticks=6) == 1.0
+    assert ranks.call(1, 2.0, place=4, ticks=7) is None
+    assert ranks.missing == [0]
+    assert ranks.call(0, 3.0, place=4, ticks=7) == 5.0
+
+
+def test_first_step_of_a_rank_that_was_not_restarted_passes_nothing_by() -> None:
+    ranks = Ranks(2)
+    assert ranks.call(1, 2.0, place=2) is None
+    ranks.begin_steps(0, place=2)
+    assert ranks.missing == [0]
+
+
+def test_who_waits_for_the_value_of_a_rank_0_that_steps_behind_its_call_is_told() -> None:
+    ranks = Ranks(2)
+    assert ranks.all_call(1.0, place=1) == 2.0
+    ranks.dies(0)
+    assert ranks.call(1, 2.0, "rank0", place=2) is None
+    ranks.join(0)
+    ranks.begin_steps(0, place=2)
+    with pytest.raises(ParamServeError, match=r"rank 0 was started again, and has gone on without"):
+        ranks.call(1, 2.0, "rank0", place=2)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_rank_that_has_made_some_calls_of_a_step_and_not_all_is_refused(ended: bool) -> None:
+    """Of calls before a step and behind the one before it gets the results of the wrong ones."""
+    ranks = Ranks(2)
+    for place in (0, 1, 1):
+        ranks.all_call(1.0, place=place)
+    ranks.dies(0)
+    assert ranks.call(1, 2.0, place=2) == 2.0
+    if ended:
+        assert ranks.call(1, 3.0, place=2) == 3.0
+    ranks.join(0)
+    if not ended:
+        assert ranks.call(1, 3.0, place=2) is None
+    assert ranks.call(0, 9.0, place=2) == 2.0, "of the call behind the step before"
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 0 was started again and has made some .* step 2"
+    ):
+        ranks.begin_steps(0, place=2)
+    assert ranks.missing == ([] if ended else [0])
+
+
+def test_call_that_a_rank_has_made_another_one_in_place_of_is_refused() -> None:
+    """The others make it only when that rank steps already."""
+    ranks = Ranks(2)
+    for place in (0, 1, 1):
+        ranks.all_call(1.0, place=place)
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(1, 2.0, place=2) is None
+    assert ranks.call(0, 9.0, place=2) == ranks.call(1, 2.0, place=2) == 11.0
+    ranks.begin_steps(0, place=2)
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 .* one more: sum of float64"):
+        ranks.call(1, 3.0, place=2)
+    assert ranks.call(1, 3.0, place=3) is None
+
+
+def test_calls_behind_an_epoch_are_told_from_those_before_the_next_one() -> None:
+    ranks = Ranks(2)
+    for epoch in (1, 2):
+        ranks.all_call(1.0, place=2 * epoch - 2, epoch=epoch)
+        ranks.all_call(epoch, place=2 * epoch, epoch=epoch)
+    ranks.dies(0)
+    assert ranks.call(1, 7.0, place=4, epoch=3) == 7.0
+    ranks.join(0)
+    assert ranks.call(0, 0.0, place=4, epoch=3) == 7.0, "it goes on behind the second"
+    ranks.dies(0)
+    ranks.join(0)
+    assert ranks.call(0, 5.0, place=4, epoch=4) is None
+    assert ranks.call(1, 6.0, place=4, epoch=4) == 11.0
+
+
+def test_calls_in_what_a_restart_leaves_out_may_be_left_out() -> None:
+    """Those of a pass over a loader, behind one of the setup."""
+    ranks = Ranks(2)
+    ranks.all_call(1.0)
+    for place in (0, 1, 2):
+        ranks.all_call(place, place=place, inner=True)
+    ranks.dies(0)
+    record = msgspec.msgpack.encode(ranks.collectives.record())
+    ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+    ranks.join(0)
+    assert ranks.call(0, 9.0) == 2.0
+    assert ranks.call(0, 9.0, place=2, inner=True) == 4.0
+
+
 def test_rank_that_had_not_joined_is_waited_for_when_it_has() -> None:
     """Also where the others have made steps, as in a run that goes on from a checkpoint."""
     ranks = Ranks(2, joined=False)
@@ -402,7 +533,9 @@ def test_function_that_calls_once_more_at_a_step_is_refused() -> None:
     ranks.dies(1)
     ranks.join(1)
     assert ranks.call(1, 0.0, place=10) == 20.0
-    with pytest.raises(ParamServeError, match="was the next one 10 steps later: a function that"):
+    with pytest.raises(
+        ParamServeError, match=r"was the next one 10 steps later: .* another batch_s"
+    ):
         ranks.call(1, 0.0, place=10)
     assert ranks.call(1, 0.0, place=20) == 40.0
     assert ranks.call(1, 0.0, place=20) is None, "behind all of before it is new"

@@ -354,17 +354,20 @@ def test_samples_are_used(
 @pytest.mark.parametrize(
     ("second", "good"),
     [
-        (Agreed(1, 1, 1, 0b11, False), True),
-        (Agreed(1, 1, 1, 0b10, False), False),
-        (Agreed(1, 1, 2, 0b11, False), False),
-        (Agreed(0, 0, 2, 0b10, False), False),
-        (Agreed(0, 0, 2, 0b10, True), True),
+        (Agreed(1, 1, 1, 0b11, False, 1), True),
+        (Agreed(1, 1, 1, 0b10, False, 1), False),
+        (Agreed(1, 1, 2, 0b11, False, 2), False),
+        (Agreed(0, 0, 2, 0b10, False, 2), False),
+        (Agreed(0, 0, 2, 0b10, True, 2), True),
+        (Agreed(1, 1, 2, 0b11, True, 2), True),
+        (Agreed(1, 1, 2, 0b11, True, 1), False),
+        (Agreed(1, 1, 1, 0b11, True, 2), True),
     ],
-    ids=["same", "other", "skipped", "left-out", "late"],
+    ids=["same", "other", "skipped", "left-out", "late", "behind", "of-another", "all-left-out"],
 )
 def test_ranks_agree(second: Agreed, good: bool) -> None:
     found = history(Sync())
-    found.agreed = [Agreed(0, 0, 1, 0b11, False), second]
+    found.agreed = [Agreed(0, 0, 1, 0b11, False, 1), second]
     assert (checkers.ranks_agree(found) == []) is good
 
 

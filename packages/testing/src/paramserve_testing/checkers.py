@@ -261,15 +261,20 @@ def samples_are_used(history: History) -> list[str]:
 
 def ranks_agree(history: History) -> list[str]:
     """15. All workers get the same of one collective, and each gets all of them in order: also one
-    that comes later, as its program makes the same calls. The value of a worker that was there from
-    the beginning is in all that it gets. It gets none where the others have returned without it,
-    and is refused only there."""
+    that comes later, as its program makes the same calls, from the first one or from where its rank
+    was. The value of a worker that was there from the beginning is in all that it gets. It gets
+    none where the others have returned without it, and is refused only there."""
     wrong, results, last = list[str](), dict[int, int](), dict[int, int]()
+    numbers = dict[int, int]()
     for each in history.agreed:
         who = f"writer {each.writer} (rank {each.rank}) of collective {each.number}"
         if results.setdefault(each.number, each.ranks) != each.ranks:
             wrong.append(f"{who} got {each.ranks:b}, another one {results[each.number]:b}")
-        if each.number != last.get(each.writer, 0) + 1:
+        number = numbers.setdefault(each.nth, each.number)
+        if number != each.number:
+            wrong.append(f"{who} got it as number {each.nth} of its program, another one {number}")
+        first = each.again and each.writer not in last
+        if not first and each.number != last.get(each.writer, 0) + 1:
             wrong.append(f"{who} got it after collective {last.get(each.writer, 0)}")
         if not (each.again or each.ranks >> each.rank & 1):
             wrong.append(f"{who} is not in its result {each.ranks:b}")

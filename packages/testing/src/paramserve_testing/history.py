@@ -219,6 +219,8 @@ class Agreed(NamedTuple):
     """The result: a bit for each rank whose value is in it."""
     again: bool
     """Whether the worker makes calls again that others made before it came."""
+    nth: int
+    """Which one it is of the program, which all workers run."""
 
 
 class Company(NamedTuple):

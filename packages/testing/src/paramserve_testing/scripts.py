@@ -8,11 +8,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from paramserve.consistency.built_in import Sync
 from paramserve.core.membership import DEAD, LEFT, LIVE
 from paramserve.errors import WorkerFenced
-from paramserve.messages import AllReduce, AllReduced, Failed, Lease, Leased, Member
+from paramserve.messages import AllReduce, AllReduced, Failed, Lease, Leased, Member, Ok, PassBy
 from paramserve_testing.history import Agreed, Call, Company
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 LEASE_WAIT_S = 5.0
 """The coordinator keeps a worker without samples waiting for so long."""
 COLLECTIVE_EVERY = 3
+PROGRAMS = ("anew", "clock", "behind")
+"""How a worker that is started again goes on with its collectives; see `AgreeingScript`."""
 RESTS_FROM = 0.985
 """Of what is drawn for a worker's next call: from here on it rests."""
 PAUSE_S = 0.002
@@ -274,7 +277,10 @@ class AgreeingScript(WorkerScript):
     """A worker that makes a collective after each `COLLECTIVE_EVERY` clocks, and never rests.
 
     Its value is a bit for its rank, so that the sum says whose values are in it. A later
-    incarnation begins with the first collective, as a program does that runs its epochs again.
+    incarnation begins with the first collective, as a program does that runs its epochs again; or
+    with that of its clock, as one whose loop begins there; or it leaves that one out, as one that
+    goes on behind an epoch. Before its first step under Sync it says that it has made those up to
+    there. All workers run the same program.
     """
 
     def __init__(self, client: SimulatedClient) -> None:
@@ -286,16 +292,46 @@ class AgreeingScript(WorkerScript):
         """By rank, the other workers when it made its present call."""
         self._deserted = False
         """Whether the others have returned, so that it makes no collective any more."""
+        self._program = Random(f"program {self.cluster.seed}").choice(PROGRAMS)
+        self._begun = False
+        """Whether it has gone on from where its rank was."""
+        self._stepping = False
+        """Whether the coordinator knows that it makes no call of before its first step."""
+
+    def _go_on_at(self, clock: int) -> None:
+        """The first collective of a later incarnation."""
+        self._begun = True
+        if self._program == "clock" and clock:
+            self._made = -(-clock // COLLECTIVE_EVERY) - 1
+        elif self._program == "behind" and self.client.traits_at(clock).collects:
+            self._made = clock // COLLECTIVE_EVERY
+
+    def _tell_first_step(self) -> None:
+        def begun(reply: Ok | Failed) -> None:
+            if isinstance(reply, Failed):
+                self.client.fence(reply.failed)
+            else:
+                self._stepping = True
+                self.client.go_on()
+
+        clock = self.client.clock
+        self.client.call(PassBy(0, place=clock, seen=self._seen, ticks=clock), begun)
 
     def next(self) -> bool:
         if self.client.left <= 0 or self.client.calling:
             return False
         group = self.cluster.workload.group
-        began = 0 if self.client.incarnation > 1 else self.client.steps.resumed.get(group, 0)
+        again = self.client.incarnation > 1
+        if again and not self._begun:
+            self._go_on_at(self.client.clock)
+        began = 0 if again else self.client.steps.resumed.get(group, 0)
         if (self.client.clock - began) // COLLECTIVE_EVERY > self._made and not self._deserted:
             if not self.client.in_flight:
                 self._others = self._present_others()
                 self._agree()
+            return False
+        if again and not self._stepping and self.client.traits_at(self.client.clock).collects:
+            self._tell_first_step()
             return False
         self.client.left -= 1
         self._step_of(self.cluster.random.random() * RESTS_FROM)
@@ -307,6 +343,7 @@ class AgreeingScript(WorkerScript):
         place = (self._made + 1) * COLLECTIVE_EVERY
         wait_s = LEASE_WAIT_S
         message = AllReduce(0, "sum", dtype, (), value, self._seen, place, wait_s, number=True)
+        message = structs.replace(message, ticks=self.client.clock)
         self.client.call(message, self._told)
 
     def _told(self, reply: AllReduced | Failed) -> None:
@@ -319,7 +356,8 @@ class AgreeingScript(WorkerScript):
         if reply.number > self._seen:  # else it is to end, and has got its own value
             ranks = int(np.frombuffer(reply.value, reply.dtype)[0])
             again = self.client.late or self.client.incarnation > 1
-            agreed = Agreed(self.client.writer, self.client.rank, reply.number, ranks, again)
+            nth = self._made + 1
+            agreed = Agreed(self.client.writer, self.client.rank, reply.number, ranks, again, nth)
             self.cluster.history.agreed.append(agreed)
             self._tell_company(alone=ranks == 1 << self.client.rank and not again)
         self._seen, self._made = reply.number, self._made + 1

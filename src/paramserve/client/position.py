@@ -1,0 +1,120 @@
+"""Where a worker's program is when it makes a collective; see `AllReduce.place`.
+
+A rank that comes back begins its function anew. A loop over a loader leaves out what is done, and
+the course knows how much of that is still to come. A loop of the program's own begins at
+`worker.clock`, and no call says so: which collectives came before it, an older incarnation saves
+with its first step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from paramserve.messages import PassBy
+
+if TYPE_CHECKING:
+    from paramserve.worker import Worker
+
+OWN_LOOP = "own loop"
+"""What a worker saves that steps in a loop of its own, in no pass over a loader: the number of the
+last collective before that loop."""
+
+
+class Place(NamedTuple):
+    """Where a program is; see `AllReduce`."""
+
+    steps: int
+    exact: bool = True
+    epoch: int = 0
+    inner: bool = False
+    ticks: int = 0
+
+
+class Position:
+    """The position of one worker's program among its steps and its collectives.
+
+    Attributes:
+        seen: number of the last collective whose result is known here.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.seen = 0
+        self._looks: tuple[int, int] | None = None
+        """`seen` when the program looked at its clock before its first step: first, and last."""
+        self._stepping = False
+        self._begins: int | None = None
+        """`OWN_LOOP` as it was saved; None: the loop is none of the program's own."""
+        self._begins_read = False
+        if worker.incarnation > 1 or worker.client.connection.restarts:
+            worker.client.saving.ask(OWN_LOOP, self._begin_steps)
+
+    def look(self) -> None:
+        """The program asks how far its rank is, as where a loop of its own begins there.
+
+        That is the last time before its first step, or the first time if it asks in each round.
+        """
+        first, last = self._looks if self._looks is not None else (self.seen, self.seen)
+        if not self._stepping:
+            self._looks = first, self.seen
+        elif first != last and self._begins == last:
+            self._looks, self._begins = (first, first), first
+            self._worker.client.saving.keep(OWN_LOOP, b"%d" % first)
+
+    @property
+    def place(self) -> Place:
+        """Steps that the function has gone through since it began, with those that loaders have
+        left out or that its loop begins behind: where a rank is that was restarted or added. With
+        leased loaders ranks are at other steps in the same call."""
+        worker, steps = self._worker, self._worker.client.steps
+        group = worker.groups[0]
+        clock, left = steps.clocks.get(group, 0), 0
+        if clock <= steps.resumed.get(group, 0):
+            left = clock if worker.incarnation == 1 else self._left()
+        exact = not worker.leased_loaders and worker.course.place_known
+        inner = self._looks is not None or self._in_pass or steps.epochs > 0
+        ticks = sum(steps.clocks.get(each, 0) for each in worker.groups)
+        return Place(max(clock - left, 0), exact, steps.epochs, inner, ticks)
+
+    def _left(self) -> int:
+        """Steps of older incarnations that the program has not come by yet."""
+        if not self._begins_read:
+            self._begins_read = True
+            kept = self._worker.client.saving.older(OWN_LOOP)
+            self._begins = int(kept) if kept else None
+        if self._begins is not None and self.seen >= self._begins:
+            return 0
+        return self._worker.course.look_left()
+
+    @property
+    def _in_pass(self) -> bool:
+        return self._worker.leased is not None or self._worker.course.in_pass
+
+    def _begin_steps(self) -> bytes | None:
+        """Before the first step: what is to be saved of the loop. The others wait no longer for
+        this rank in calls that it has left out, if it was restarted.
+
+        Raises:
+            CollectiveMismatch: it has made some of the calls before this step, and not all.
+        """
+        worker = self._worker
+        self._stepping = True
+        worker.client.saving.stop_asking(OWN_LOOP)
+        if worker.incarnation > 1:
+            self._left()
+            place, terms = self.place, worker.client.steps.terms
+            policies = [terms(group).policy for group in worker.groups]
+            together = all(each and each.collects and not each.partial for each in policies)
+            if together and place.exact and place.steps:
+                message = PassBy(
+                    0,
+                    place=place.steps,
+                    epoch=place.epoch,
+                    seen=self.seen,
+                    ticks=place.ticks,
+                )
+                worker.client.connection.begin_steps(message)
+        if self._begins is not None or self._looks is None or self._in_pass:
+            return None
+        self._begins = self._looks[1]
+        return b"%d" % self._begins
