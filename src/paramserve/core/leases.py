@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import math
-from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,16 +223,32 @@ def _samples(span: Span) -> int:
 
 def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
     """The positions of the first that are in none of the others."""
-    left = sorted(span for span in spans if span.start < span.stop)
-    for epoch, start, stop in done:
-        cut = []
-        for each in left:
-            if each.epoch != epoch or each.stop <= start or stop <= each.start:
-                cut.append(each)
-                continue
-            cut += [Span(epoch, each.start, start), Span(epoch, stop, each.stop)]
-        left = [each for each in cut if each.start < each.stop]
+    left = []
+    ahead = deque(sorted(done))
+    for epoch, start, stop in sorted(spans):
+        while ahead and (ahead[0].epoch, ahead[0].stop) <= (epoch, start):
+            ahead.popleft()
+        at = start
+        for each in ahead:
+            if (each.epoch, each.start) >= (epoch, stop):
+                break
+            if at < each.start:
+                left.append(Span(epoch, at, each.start))
+            at = max(at, each.stop)
+        if at < stop:
+            left.append(Span(epoch, at, stop))
     return left
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Spans without common positions in their order, neighbours as one."""
+    found: list[Span] = []
+    for each in sorted(spans):
+        if found and found[-1].epoch == each.epoch and found[-1].stop == each.start:
+            found[-1] = found[-1]._replace(stop=each.stop)
+        else:
+            found.append(each)
+    return found
 
 
 def _uses(holdings: Collection[Holding], marks_of: Callable[[int], Mark]) -> list[tuple[int, Span]]:
@@ -404,8 +419,9 @@ class Leases:
         free = [*self._back, *(span for spans in self._kept.values() for span in spans)]
         free += [grant.part(grant.before, grant.done) for _, _, grant in past]
         free += [grant.part(grant.before, grant.samples) for _, _, grant in present]
-        back = without(free, done)
-        begun = {(rank, *each) for rank, span in calls for each in without([span], done)}
+        back = joined(without(free, done))
+        more = {*calls} - {*low}
+        begun = {(rank, *each) for rank, span in more for each in without([span], done)}
         # What was begun at an earlier cut, and is still to be done.
         begun |= {(r, *s) for r in self._begun for s in self._begun[r] if not without([s], back)}
         place = self._fresh, self._epoch, self._position
@@ -419,8 +435,7 @@ class Leases:
             self._begun.setdefault(rank, []).append(Span(*span))
         self._kept = {rank: deque(spans) for rank, spans in self._begun.items()}
         begun = [span for spans in self._begun.values() for span in spans]
-        for each in without(map(Span._make, record.back), begun):
-            self._put(each)
+        self._back = joined(without(map(Span._make, record.back), begun))
 
     def go_on_with(self, plan: LeasePlan, more: int) -> None:
         """By this plan from now on, and with so many more samples."""
@@ -469,14 +484,7 @@ class Leases:
         """Add what is to be done again, joined with its neighbours."""
         if span.start == span.stop:
             return
-        insort(self._back, span)
-        joined: list[Span] = []
-        for each in self._back:
-            if joined and joined[-1].epoch == each.epoch and joined[-1].stop == each.start:
-                joined[-1] = joined[-1]._replace(stop=each.stop)
-            else:
-                joined.append(each)
-        self._back = joined
+        self._back = joined([*self._back, span])
 
 
 class _Loader:

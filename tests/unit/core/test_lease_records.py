@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from paramserve.core.leases import (
     Mark,
     Marks,
     Span,
+    joined,
     without,
 )
 from paramserve.errors import ParamServeError
@@ -72,6 +74,30 @@ def test_what_is_used_by_the_cut_is_not_given_again_and_all_else_is() -> None:
     assert sorted(at for _, at in left) == sorted(set(range(40)) - used)
     ((_, finished, _),) = [each for each in again.book.reports()[0].ranks if each[0] == 1][:1]
     assert finished >= 5
+
+
+def places(spans: list[Span]) -> list[tuple[int, int]]:
+    return sorted((epoch, at) for epoch, start, stop in spans for at in range(start, stop))
+
+
+def test_without_and_joined_keep_each_position_once() -> None:
+    """Of any spans; what is done may be so twice, and what is left is in order."""
+    dice = random.Random(7)
+    for _ in range(500):
+        cuts = sorted(dice.sample(range(20), 2 * dice.randint(0, 5)))
+        spans = [
+            Span(epoch, *each)
+            for epoch in (0, 1)
+            for each in zip(cuts[::2], cuts[1::2], strict=True)
+        ]
+        dice.shuffle(spans)
+        starts = [dice.randrange(20) for _ in range(dice.randint(0, 5))]
+        done = [Span(dice.randint(0, 1), at, at + dice.randint(0, 6)) for at in starts]
+        left = without(spans, done)
+        assert places(left) == sorted({*places(spans)} - {*places(done)})
+        assert places(joined(left)) == places(left)
+        ends = [(each.epoch, each.stop) for each in joined(left)]
+        assert not {*ends} & {(each.epoch, each.start) for each in joined(left)}
 
 
 @pytest.mark.parametrize("begins", ["before", "after"])
