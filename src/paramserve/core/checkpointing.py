@@ -228,7 +228,7 @@ class Checkpointing:
         self._since, self._at_clock, self._retry_at = now, self._clock, None
         full = self._report.committed % self._plan.full_every == 0 or self._lacks_base()
         self._under_way = _UnderWay(self._number, full, now, now)
-        self._state.follow()
+        self._state.begin()
         self._tell_all(BeginCheckpoint(self._number, full))
 
     def _lacks_base(self) -> bool:

@@ -75,9 +75,9 @@ class ClusterState:
         found = self.directory.find(None) or ()
         return frozenset(spec.block for spec in found if spec.table is not None)
 
-    def follow(self) -> None:
+    def begin(self) -> None:
         """A cut for a checkpoint is about to be asked for."""
-        self.leases.follow()
+        self.leases.keep_past()
 
     def cut_taken(self, blocks: Collection[int]) -> tuple[int, ...]:
         """It has been taken, with these blocks; which of them are saved: of one that is not known
@@ -98,5 +98,5 @@ class ClusterState:
 
     def let_go(self) -> None:
         """The checkpoint is over."""
-        self.leases.follow(False)
+        self.leases.keep_past(False)
         self._blocks = ()

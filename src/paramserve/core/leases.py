@@ -610,7 +610,7 @@ class LeaseBook:
         made._saved = frozenset(made._loaders)
         return made
 
-    def follow(self, on: bool = True) -> None:
+    def keep_past(self, on: bool = True) -> None:
         """A checkpoint begins, whose cut is to come; or one is over."""
         past, loaders = self._past, self._loaders.values()
         past.on = on
@@ -623,7 +623,7 @@ class LeaseBook:
                     grant.before = grant.done
 
     def record(self, marks: Marks) -> LeasesRecord:
-        """The book as of the cut with these marks, which was taken since `follow`: as if all
+        """The book as of the cut with these marks, which was taken since `keep_past`: as if all
         clients had ended there."""
         assert self._past.on, "no checkpoint has begun"
         loaders = self._loaders.items()

@@ -24,7 +24,7 @@ def state(
 
 def saved(one: ClusterState, blocks: tuple[int, ...] = ()) -> ClusterRecord:
     """What is read of it again."""
-    one.follow()
+    one.begin()
     one.cut_taken(blocks)
     data = msgspec.msgpack.encode(one.record(Marks([])))
     one.let_go()

@@ -184,7 +184,7 @@ def run(seed: int) -> None:
     world = TwoLoaders(seed)
     try:
         world.some(200)
-        world.book.follow()
+        world.book.keep_past()
         world.some(60)
         cut = world.cut()
         world.some(100)

@@ -49,7 +49,7 @@ def saved(
     told = [[(client, *mark) for client, mark in each.items()] for each in marks]
     also = [[(client, *mark) for client, mark in (begun or {}).items()]]
     data = msgspec.msgpack.encode(book.record(Marks(told, also)))
-    book.follow(False)
+    book.keep_past(False)
     return LeaseBook.restored(msgspec.msgpack.decode(data, type=LeasesRecord))
 
 
@@ -63,7 +63,7 @@ def test_what_is_used_by_the_cut_is_not_given_again_and_all_else_is() -> None:
     table = Table(plan(40))
     first = table.given(0)
     table.report(0, {0: (first.lease, 5)})
-    table.book.follow()
+    table.book.keep_past()
     second = table.given(1)
     marks = {10: (first.lease, 5), 11: (second.lease, 5)}
     table.report(0, {0: (first.lease, 10), 1: (second.lease, 10)})  # after the cut
@@ -105,10 +105,10 @@ def test_without_and_joined_keep_each_position_once() -> None:
 def test_mark_of_another_loader_counts_in_a_cut(gave_back: bool, begins: str) -> None:
     """Whether the checkpoint begins before the worker has stepped, or after."""
     table, mark = switched(gave_back=gave_back)
-    table.book.follow()
+    table.book.keep_past()
     if begins == "after":
         table.report(0, {0: mark})
-        table.book.follow()
+        table.book.keep_past()
     again = Table(table.plan, book=saved(table.book, {10: mark}))
     used = 5 if gave_back else 0
     assert sorted(positions(all_of(again))) == [(0, at) for at in range(used, 20)]
@@ -116,7 +116,7 @@ def test_mark_of_another_loader_counts_in_a_cut(gave_back: bool, begins: str) ->
 
 def test_turn_that_ended_after_the_cut_is_open_again() -> None:
     table = Table(plan(10), ranks=(0,))
-    table.book.follow()
+    table.book.keep_past()
     given = all_of(table)
     assert len(given) == 1
     assert table.ask(0, turn=0).over  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def test_turn_that_ended_after_the_cut_is_open_again() -> None:
 
 def test_what_was_given_back_is_not_used_by_a_later_mark() -> None:
     table = Table(plan(40))
-    table.book.follow()
+    table.book.keep_past()
     first = table.given(0)
     table.book.give_back(GiveBack(1, NAME, 0, (first.lease, 5)), 10)
     theirs, later = table.given(1), table.given(0)
@@ -141,7 +141,7 @@ def begun(**changes: int) -> tuple[Table, Leased]:
     """A book that goes on from a cut in which rank 1 has begun a call with the second batch of its
     lease; and that."""
     table = Table(plan(40, **changes))
-    table.book.follow()
+    table.book.keep_past()
     table.given(0)
     lease = table.given(1)
     unit = 5 * table.plan.batches_per_step
@@ -192,7 +192,7 @@ def test_rank_that_ends_again_gets_once_more_what_it_has_begun() -> None:
 @pytest.mark.parametrize("given", [False, True])
 def test_next_cut_keeps_what_a_rank_has_begun_until_it_is_done(given: bool) -> None:
     table, call = begun()
-    table.book.follow()
+    table.book.keep_past()
     own = table.given(1) if given else None
     again = Table(table.plan, book=saved(copy.deepcopy(table.book), {}, {}))
     assert span(again.given(1)) == span(call)
@@ -209,14 +209,14 @@ def test_longer_plan_of_a_run_that_goes_on_gives_what_it_has_more(
 ) -> None:
     """Also in other batches; and also where a checkpoint is under way when it comes."""
     table = Table(plan(20), ranks=(0,))
-    table.book.follow()
+    table.book.keep_past()
     given = all_of(table) if ended else [table.given(0)]
     if ended:
         assert table.ask(0).over  # type: ignore[union-attr]
     book = saved(table.book, {10: (given[-1].lease, given[-1].stop - given[-1].start)})
     book = book if ended else saved_again(book)
     if follows:
-        book.follow()
+        book.keep_past()
     longer = plan(20, epochs=3, batch=4)
     again = Table(longer, ranks=(0,), book=book)
     if follows:
@@ -231,14 +231,14 @@ def test_longer_plan_of_a_run_that_goes_on_gives_what_it_has_more(
 
 def saved_again(book: LeaseBook) -> LeaseBook:
     """After a checkpoint of which nothing was made before the next one."""
-    book.follow()
+    book.keep_past()
     return saved(book, {})
 
 
 @pytest.mark.parametrize("changes", [{"size": 30}, {"order": 8}, {"epochs": 1}])
 def test_other_plan_of_a_run_that_goes_on_is_refused(changes: dict[str, int]) -> None:
     table = Table(plan(20, epochs=2), ranks=(0,))
-    table.book.follow()
+    table.book.keep_past()
     table.given(0)
     other = plan(**{"size": 20, "epochs": 2, **changes})
     with pytest.raises(ParamServeError, match=r"than a rank before|and a rank before"):
@@ -248,8 +248,8 @@ def test_other_plan_of_a_run_that_goes_on_is_refused(changes: dict[str, int]) ->
 class Interrupted(World):
     """Whose shards and lease book fall back to a checkpoint, with new workers."""
 
-    def follow(self) -> None:
-        self.book.follow()
+    def keep_past(self) -> None:
+        self.book.keep_past()
 
     def cut(self) -> list[dict[int, Mark]]:
         """All shards execute what one of them has, as far as it comes to them; each one's marks
@@ -300,7 +300,7 @@ def interrupted(seed: int, *, sync: bool) -> None:
     world = Interrupted(seed, sync=sync)
     try:
         world.some(120)
-        world.follow()
+        world.keep_past()
         world.some(30)
         marks = world.cut()
         world.some(120)
