@@ -261,8 +261,9 @@ class Course:
         found.start = steps * extent.per_step + known.skipped
         if known.end == 0:
             found.skipped = known.skipped
-        if usual.end:  # the program's count of the batches begins anew, and would not end it there
-            found.end, found.epochs = max(usual.end, found.start), usual.epochs
+        # The program's count of the batches begins anew, and would not end it there.
+        if usual.end and found.start <= usual.end:
+            found.end, found.epochs = usual.end, usual.epochs
 
     def whole_passes(self, epochs: Epochs, extent: Extent, most: int) -> tuple[int, int, int]:
         """The next passes over a loader whose steps older incarnations have made: how many, their
@@ -279,8 +280,9 @@ class Course:
             begun = record.epochs if epochs.passes + passes == record.passes else 0
         while left > steps and passes < most:
             number = epochs.passes + passes
-            known = record.find(number)
-            if not known.skipped and (usual := record.usual(number)).end:
+            known, usual = record.find(number), record.usual(number)
+            # The last one may have been left behind its last step, as those before, untold.
+            if not known.skipped and usual.end and left - steps == usual.steps(extent):
                 known = usual
             made = known.steps(extent)
             if left - steps < made or not (made or known.skipped):

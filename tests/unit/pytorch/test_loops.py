@@ -248,6 +248,22 @@ def broken_off_over_range(worker: Any, dataset: Any, **options: Any) -> Iterator
                 break
 
 
+LEFT_AT = 3
+"""Steps of a first epoch that is left early."""
+
+
+def first_broken_off(form: str) -> Any:
+    def loop(worker: Any, dataset: Any, **options: Any) -> Iterator[int]:
+        loader = load(worker, dataset, **options)
+        for epoch in loader.epochs(EPOCHS) if form == "epochs" else range(EPOCHS):
+            for number, (batch,) in enumerate(loader):
+                yield int(batch[0])
+                if epoch == 0 and number == LEFT_AT - 1:
+                    break
+
+    return loop
+
+
 def bad_left_out(form: Any) -> Any:
     def loop(worker: Any, dataset: Any, **options: Any) -> Iterator[int]:
         loader = load(worker, dataset, **options)
@@ -344,6 +360,16 @@ def test_restart_in_a_first_pass_that_would_have_been_left_goes_on_in_it() -> No
     found = run(Servers(dies_at=2), broken_off)
     assert found[:3] == whole[:3]
     assert [sample for _, sample in found[-9:]] == [sample for _, sample in whole[-9:]]
+
+
+@pytest.mark.parametrize("form", ["epochs", "range"])
+def test_restart_behind_a_pass_that_was_left_goes_through_whole_ones(form: str) -> None:
+    loop = first_broken_off(form)
+    whole = run(Servers(), loop)
+    assert len(whole) == LEFT_AT + (EPOCHS - 1) * OF_EPOCH
+    # With fewer steps the second pass may be one that ends as the first: it is taken for one.
+    for clock in range(2 * LEFT_AT + 1, len(whole)):
+        assert run(Servers(dies_at=clock), loop) == whole, clock
 
 
 # --- many passes, each with other batches that were in no step ------------------------------------
