@@ -84,6 +84,8 @@ class Program:
                 yield False, number
                 if behind:
                     yield True, number
+                if "every" in self.case.loop:
+                    assert worker.clock == number + 1
         elif "loader" in self.case.loop:
             numbers = torch.arange(2 * STEPS) // 2
             loader: Any = worker.loader(TensorDataset(numbers), batch_size=1, shuffle=False)
@@ -117,6 +119,8 @@ class Program:
         return results
 
     def _call(self, worker: ps.Worker, model: Any, value: float) -> Any:
+        if self.case.call == "none":
+            return None
         if self.case.call == "barrier":
             worker.barrier()
             return None
@@ -169,6 +173,9 @@ def check(
         ("own", 1.0),
         ("print own", 1.0),
         ("own rate", 1.0),
+        ("print own rate", 1.0),
+        ("print own every", 1.0),
+        ("print own rate every", 1.0),
         ("loader", 1.0),
         ("epochs", 1.0),
         ("range", 1.0),
@@ -182,7 +189,20 @@ def test_rank_that_comes_back_goes_on_with_the_collectives_of_its_step(
     check(make_cluster, Case(loop, "assign", optimizers), 1, request_s)
 
 
-@pytest.mark.parametrize("loop", ["own behind", "loader behind", "epochs behind", "epochs both"])
+@pytest.mark.parametrize("loop", ["own", "print own", "print own rate", "print own every"])
+def test_rank_that_comes_back_makes_only_the_collectives_of_its_setup(
+    make_cluster: MakeCluster, loop: str
+) -> None:
+    check(make_cluster, Case(loop, "none", 1), 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *("own behind", "print own behind rate", "print own behind every"),
+        *("loader behind", "epochs behind", "epochs both"),
+    ],
+)
 def test_rank_that_has_left_out_collectives_is_not_waited_for_in_them(
     make_cluster: MakeCluster, loop: str
 ) -> None:

@@ -8,6 +8,7 @@ with its first step.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from paramserve.messages import PassBy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 OWN_LOOP = "own loop"
 """What a worker saves that steps in a loop of its own, in no pass over a loader: the number of the
 last collective before that loop."""
+LOOKS_MAX = 16
+"""Looks at the clock before the first step that are remembered, the newest ones."""
 
 
 class Place(NamedTuple):
@@ -40,9 +43,12 @@ class Position:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.seen = 0
-        self._looks: tuple[int, int] | None = None
-        """`seen` when the program looked at its clock before its first step: first, and last."""
-        self._stepping = False
+        self._looks = deque[int](maxlen=LOOKS_MAX)
+        """`seen` when the program looked at its clock before its first step."""
+        self._looks_of_round = 0
+        """Its looks between that step and the next one."""
+        self._first_step: tuple[str, int] | None = None
+        """The group of the first step, and `seen` there."""
         self._begins: int | None = None
         """`OWN_LOOP` as it was saved; None: the loop is none of the program's own."""
         self._begins_read = False
@@ -50,16 +56,11 @@ class Position:
             worker.client.saving.ask(OWN_LOOP, self._begin_steps)
 
     def look(self) -> None:
-        """The program asks how far its rank is, as where a loop of its own begins there.
-
-        That is the last time before its first step, or the first time if it asks in each round.
-        """
-        first, last = self._looks if self._looks is not None else (self.seen, self.seen)
-        if not self._stepping:
-            self._looks = first, self.seen
-        elif first != last and self._begins == last:
-            self._looks, self._begins = (first, first), first
-            self._worker.client.saving.keep(OWN_LOOP, b"%d" % first)
+        """The program asks how far its rank is, as where a loop of its own begins there."""
+        if self._first_step is None:
+            self._looks.append(self.seen)
+        else:
+            self._looks_of_round += 1
 
     @property
     def place(self) -> Place:
@@ -72,7 +73,7 @@ class Position:
         if clock <= steps.resumed.get(group, 0):
             left = clock if worker.incarnation == 1 else self._left()
         exact = not worker.leased_loaders and worker.course.place_known
-        inner = self._looks is not None or self._in_pass or steps.epochs > 0
+        inner = bool(self._looks) or self._in_pass or steps.epochs > 0
         ticks = sum(steps.clocks.get(each, 0) for each in worker.groups)
         return Place(max(clock - left, 0), exact, steps.epochs, inner, ticks)
 
@@ -98,8 +99,14 @@ class Position:
             CollectiveMismatch: it has made some of the calls before this step, and not all.
         """
         worker = self._worker
-        self._stepping = True
-        worker.client.saving.stop_asking(OWN_LOOP)
+        stepping = worker.client.saving.stepping
+        if self._first_step is not None:
+            group, seen = self._first_step
+            if group not in stepping:
+                return None  # another optimizer
+            worker.client.saving.stop_asking(OWN_LOOP)
+            return self._correct_begin(seen)
+        self._first_step = stepping[0], self.seen
         if worker.incarnation > 1:
             self._left()
             place, terms = self.place, worker.client.steps.terms
@@ -114,7 +121,24 @@ class Position:
                     ticks=place.ticks,
                 )
                 worker.client.connection.begin_steps(message)
-        if self._begins is not None or self._looks is None or self._in_pass:
+        if self._begins is not None or not self._looks or self._in_pass:
+            worker.client.saving.stop_asking(OWN_LOOP)
             return None
-        self._begins = self._looks[1]
+        self._begins = self._looks[-1]
         return b"%d" % self._begins
+
+    def _correct_begin(self, seen: int) -> bytes | None:
+        """Before the second step: where the program looks in each round, its last look before the
+        first step may have been one of that round. The loop then began with one before it, if the
+        calls of a round lie between that one and the step. Else the last look began it.
+
+        Args:
+            seen: at the first step.
+        """
+        looks, of_round = list(self._looks), self._looks_of_round
+        calls = self.seen - seen
+        for begins in looks[-1 - of_round : -1] if of_round and calls else ():
+            if seen - begins == calls:
+                self._begins = begins
+                return b"%d" % begins
+        return None
