@@ -47,6 +47,16 @@ def test_steps_sent_before_the_first_is_read_are_answered_on_one_connection(
     assert cluster.connects == connects
 
 
+def test_values_of_an_outcome_stay_as_they_are_without_their_ticket(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    block = client.define("w", np.ones(SIZE), rule=Add())
+    values = client.dense.step("default", (), pull=[block], tick=False).result().values
+    for _ in range(4):
+        client.push({"w": np.ones(SIZE)}).result()
+        client.dense.step("default", (), pull=[block], tick=False).result()
+    assert (values[block.id] == 1.0).all()
+
+
 def test_threads_that_pull_at_once_are_answered_on_one_connection(cluster: RoleCluster) -> None:
     client = cluster.client()
     client.define("w", np.ones(SIZE), rule=Add())

@@ -298,9 +298,13 @@ class Links:
             self._takes += 1
             if self._takes >= TRIM_TAKES:
                 self._trim()
-            for nbytes in sizes:  # where one fails, the others are lost, and free again
-                slot = self._pool.take(nbytes)
-                slots += [slot if slot is not None else self._grow(nbytes)]
+            try:
+                for nbytes in sizes:
+                    slot = self._pool.take(nbytes)
+                    slots += [slot if slot is not None else self._grow(nbytes)]
+            except Overloaded:  # at once: what refers to the error refers to these
+                self.let_go(slots)
+                raise
         return slots
 
     def _take_returned(self) -> None:

@@ -22,6 +22,7 @@ from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket, finish
 from paramserve.core.partition import Block
 from paramserve.core.table import routing
+from paramserve.errors import Overloaded
 
 if TYPE_CHECKING:
     from paramserve.client.table import Table
@@ -207,11 +208,15 @@ class RowReads:
             return reads
         self._steps.begin(timeout_s, "pull", len(asked))
         parts: list[StepParts] = []
-        for read in asked:
-            read.pull = lay_pull(
-                self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
-            )
-            parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
+        try:
+            for read in asked:
+                read.pull = lay_pull(
+                    self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
+                )
+                parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
+        except Overloaded:  # at once: what refers to the error refers to these
+            self._exchange.give_back([slot for each in parts for slot in each.taken_slots])
+            raise
         for read, ticket in zip(asked, self._steps.send(parts), strict=True):
             read.ticket = ticket
         return reads

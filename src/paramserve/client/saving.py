@@ -133,10 +133,13 @@ class Saving:
     def due(self, parts: Sequence[StepParts]) -> tuple[Saved, ...]:
         """What the step that is about to be sent tells. Raises what `save` raises."""
         self._parts = parts
-        for name, function in list(self._asked.items()):
-            data = function()
-            if data is not None:
-                self._take(name, data)
+        try:
+            for name, function in list(self._asked.items()):
+                data = function()
+                if data is not None:
+                    self._take(name, data)
+        finally:
+            self._parts = ()  # they refer to slots
         return tuple(self._waiting.values())
 
     def left(self) -> tuple[Saved, ...]:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
+class Values(dict[int, Array]):
+    """Views into a client's memory, which is given to no other call while these are referred to."""
+
+    places: Sequence[tuple[Block, Slot]] = ()
+
+
 class Outcome(Struct):
     """What a step did. Of several groups in one call `skipped` is said of all of them, the rest of
     the last one.
@@ -88,7 +94,8 @@ class Ticket(Struct, eq=False, weakref=True):
 
     def _read(self) -> Outcome:
         assert self.operation is not None
-        values: dict[int, Array] = {}
+        values = Values()
+        values.places = self.places
         for block, slot in self.places:
             if block.table is None:
                 values[block.id] = slot.array(block)
