@@ -417,7 +417,11 @@ class Adopted(ABC, Generic[B]):
 
     def _warn_not_trained(self) -> None:
         """Warn, at the first step, where this worker does not train what its group has trained."""
-        params = {name: self.names.parameters[name].value() for name in self._not_trained}
+        slots, given = self.names.parameters, dict(_named([each.layout for each in self._parts]))
+        params = {  # one outside the model has no slot there
+            name: slots[name].value() if name in slots else given.get(name)
+            for name in self._not_trained
+        }
         left = [
             name
             for name, param in params.items()
