@@ -42,8 +42,7 @@ class Commands(click.Group):
 
 
 def _planner() -> click.Command:
-    """The command `plan`; without paramserve-plan, or with that of another version, one that says
-    how to install it."""
+    """The command `plan`; without paramserve-plan, one that says how to install it."""
     try:
         from paramserve_plan.command import plan
     except ImportError as error:
