@@ -433,11 +433,31 @@ def adopted_after_a_replacement(worker: ps.Worker, at: Callable[[int], None]) ->
     return own(model)
 
 
+def frozen_outside_the_model(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A scale is no part of the model; it is frozen at a step."""
+    model, begin = two_layers(), worker.clock
+    scale = nn.Parameter(torch.ones(1), requires_grad=begin <= 2)
+    optimizer = worker.optimizer(model, SGD([*model.parameters(), scale], lr=0.02))
+    for number in range(begin, STEPS):
+        at(number)
+        if number == 2:
+            scale.requires_grad_(False)
+        optimizer.zero_grad()
+        (scale * loss_of(model, worker.rank, number)).sum().backward()
+        optimizer.step()
+    return {**own(model), "scale": scale.detach().clone()}
+
+
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
 @pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained 'body")
+@pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained '.ext")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    "program", [unfrozen_before, frozen_again_before_more, adopted_after_a_replacement]
+    "program",
+    [
+        *(unfrozen_before, frozen_again_before_more, adopted_after_a_replacement),
+        frozen_outside_the_model,
+    ],
 )
 def test_rank_that_came_back_takes_the_blocks_as_the_servers_have_them(
     make_cluster: MakeCluster, program: Callable[..., State], victim: int
