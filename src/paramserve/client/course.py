@@ -8,6 +8,8 @@ steps were made with looked like. What a later incarnation needs of it goes out 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -51,11 +53,14 @@ class Made(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         clock: of this group behind these steps: with it, later missed ones are counted.
+        rests: those of them that were made with what was left of own steps, as another optimizer
+            took over.
     """
 
     steps: int
     group: str
     clock: int
+    rests: int = 0
 
 
 class Epochs:
@@ -107,6 +112,12 @@ class Course:
         """By group, when it was looked at last."""
         self._moves = 0
         """How often groups were seen to step, and clocks that `late` has counted."""
+        self._rests = 0
+        """Of `Made`."""
+        self._rests_left = 0
+        """Those of older incarnations, before which the program is."""
+        self._takes_over = False
+        """Whether another optimizer is about to take over."""
         self._stepping = ""
         """The group that was seen to step last."""
 
@@ -151,6 +162,7 @@ class Course:
                 made = msgspec.msgpack.decode(self._made, type=Made)
                 missed = worker.client.steps.resumed.get(made.group, 0) - made.clock
                 self._steps_left = made.steps + max(missed, 0)
+                self._rests = self._rests_left = made.rests
             self._before = self._steps_left
         return self._steps_left
 
@@ -158,17 +170,33 @@ class Course:
         """What has changed since the step before; None: nothing. Asked in each step."""
         groups, packed = self._worker.groups, b""
         self._look_left()  # what older incarnations have told
-        if len(groups) > 1:
-            client, steps = self._worker.client, self._before + self._moves + 1
+        self._rests += self._takes_over
+        if len(groups) > 1 or self._rests:
+            client = self._worker.client
             stepping = client.saving.stepping
-            if steps != self._clock + (groups[0] in stepping):
+            steps = self._before + self._moves + 1
+            if self._rests or steps != self._clock + (groups[0] in stepping):
                 group = stepping[0]
-                made = Made(steps, group, client.steps.clocks.get(group, 0) + 1)
+                made = Made(steps, group, client.steps.clocks.get(group, 0) + 1, self._rests)
                 packed = msgspec.msgpack.encode(made)
         if packed == self._made:
             return None
         self._made = packed
         return packed
+
+    @contextmanager
+    def take_over(self) -> Iterator[None]:
+        """Another optimizer takes over: a step within is made with fewer batches than a step has,
+        and no pass leaves out batches for it."""
+        left = self._look_left()
+        if self._rests_left and left:
+            self._rests_left -= 1
+            self._steps_left = left - 1
+        self._takes_over = True
+        try:
+            yield
+        finally:
+            self._takes_over = False
 
     # --- what the loaders look like ---------------------------------------------------------------
 

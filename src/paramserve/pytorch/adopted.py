@@ -493,7 +493,8 @@ class Adopted(ABC, Generic[B]):
                 if first < len(theirs) <= second:
                     taken[other] = theirs[first][0]
         for other in taken:
-            other.settle()
+            with self._worker.course.take_over():
+                other.settle()
         return taken
 
     def _take_over(self, taken: Mapping[Adopted[Any], str]) -> None:

@@ -28,7 +28,7 @@ class FakeClient:
 
     def __init__(self, rank: int, workers: int = 4) -> None:
         self.rank = rank
-        self.connection = SimpleNamespace(workers=workers)
+        self.connection = SimpleNamespace(workers=workers, incarnation=1, restarts=False)
         self.steps = SimpleNamespace(overtaken={})
         self.closed: list[bool] = []
 
