@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +149,7 @@ class Pair:
             client=client,
             incarnation=1,
             registry=None,
+            course=SimpleNamespace(take_over=nullcontext),
             stepped=[],
             step_samples=None,
             finishers=[],

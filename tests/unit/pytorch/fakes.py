@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
@@ -156,6 +157,7 @@ class FakeCluster:
             client=FakeClient(self, rank),
             incarnation=1,
             registry=None,
+            course=SimpleNamespace(take_over=nullcontext),
             stepped=[],
             step_samples=None,
             finishers=[],
