@@ -44,6 +44,7 @@ from paramserve.launch import connect as connecting
 from paramserve.launch import serve as serving
 from paramserve.launch.connect import Handle
 from paramserve.transport.auth import credentials_of
+from paramserve.transport.link import Link
 from paramserve.transport.renewing import LOOK_S
 
 COMMAND = (sys.executable, "-c", "import sys; from paramserve.cli import main; sys.exit(main())")
@@ -537,6 +538,29 @@ def test_wait_for_a_cluster_says_what_is_missing_and_ends_with_it(
         ps.attach(address, token_file=servers.token)
     assert main(["status", address, "--token-file", servers.token]) == 0
     assert "1 of 2 servers, 1 worker\n" in capsys.readouterr().out
+
+
+def test_limit_of_a_rank_that_joins_holds_for_servers_that_it_does_not_reach(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, address = servers.serve(workers=1)
+    limits: list[float] = []
+    reach = Link.connect
+
+    def reach_no_shard(addresses: Any, hello: Any, **options: Any) -> Link:
+        if hello.role == "client":
+            limits.append(options["timeout_s"])
+            raise ConnectTimeout("no process answered", fix="")
+        return reach(addresses, hello, **options)
+
+    monkeypatch.setattr(Link, "connect", reach_no_shard)
+    with pytest.raises(ConnectTimeout, match="no process answered"):
+        ps.connect(address, rank=0, token_file=servers.token, timeout_s=SOON_S)
+    (limit_s,) = limits
+    assert 0.0 < limit_s <= SOON_S
+    monkeypatch.undo()
+    with ps.connect(address, rank=0, token_file=servers.token, timeout_s=SOON_S) as worker:
+        assert worker.incarnation == 2, "the rank is free again"
 
 
 def test_server_that_waits_for_the_first_one_says_so(

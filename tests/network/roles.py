@@ -225,6 +225,31 @@ def uploader(
         tell(values=[float(found.min()), float(found.max())])
 
 
+def counter(
+    tell: Teller,
+    address: str,
+    token: str,
+    *,
+    rank: int,
+    steps: int,
+    back_s: float,
+    deadlines: dict[str, float],
+) -> None:
+    """Add 1 in each step, as a rank that goes on with servers that come back."""
+
+    def count(worker: ps.Worker) -> None:
+        tell(began=worker.clock)
+        worker.client.define({"w": np.zeros(4)}, rule=Add(), group="model")
+        for step in range(worker.clock, steps):
+            worker.client.push_pull({"w": np.ones(4)}, tick=True)
+            time.sleep(0.005)
+            if step == steps // 2:
+                tell(half=True)
+
+    waits = ps.Deadlines(**deadlines)
+    ps.work(count, address, rank=rank, token_file=token, back_s=back_s, deadlines=waits)
+
+
 def holder(tell: Teller, address: str, token: str, *, rank: int, workers: int) -> None:
     """Hold a rank until killed."""
     with ps.connect(address, rank=rank, workers=workers, token_file=token) as worker:

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any, Self, TypeVar
 from weakref import WeakMethod
 
+from msgspec import structs
+
 from paramserve.client import timeouts
 from paramserve.client.exchange import Connect, Exchange, again
 from paramserve.client.heartbeat import Heartbeat
@@ -76,7 +78,7 @@ class _Arrival:
 
     def attempt(self, part: Callable[[float], T]) -> T:
         """What a part of the wait gives that is tried for so many seconds."""
-        left_s = self._left_s
+        left_s = self.left_s
         try:
             try:
                 return part(min(left_s, timeouts.SAY_S) if self._tells else left_s)
@@ -84,13 +86,13 @@ class _Arrival:
                 if not self._tells or left_s <= timeouts.SAY_S:
                     raise
                 self._tell(error)
-            return part(self._left_s)
+            return part(self.left_s)
         except ConnectTimeout as error:
             error.failed = f"{error.failed.partition('; waited')[0]}; waited {self._limit_s:.1f} s"
             raise
 
     @property
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
         return max(self._until - time.monotonic(), 0.0)
 
     def _tell(self, error: ConnectTimeout) -> None:
@@ -101,7 +103,7 @@ class _Arrival:
             seen = f"nothing listens there ({cause})"
         else:
             seen = f"no answer from there ({cause})"
-        waited_s = self._limit_s - self._left_s
+        waited_s = self._limit_s - self.left_s
         warn_user(
             f"{self._who} has waited {waited_s:.0f} s for the cluster at {self._where}: {seen}; it "
             f"{timeouts.up_to(self._limit_s, 'timeout_s=...')}"
@@ -123,6 +125,9 @@ def _weak(method: Callable[[], None]) -> Callable[[], None]:
 class Connection:
     """A client's place in a cluster, until it is closed.
 
+    Args:
+        start_s: until all shards are reached, and have said what they have done;
+            `deadlines.start_s` if None.
     Attributes:
         id: given out by the coordinator.
         rank: of the worker; -1 for a client that no worker waits for.
@@ -160,7 +165,9 @@ class Connection:
         limits: Limits,
         deadlines: Deadlines,
         connect: Connect = Link.connect,
+        start_s: float | None = None,
     ) -> None:
+        start_s = start_s if start_s is not None else deadlines.start_s
         self.id = joined.client
         self.rank = rank
         self.incarnation = joined.incarnation
@@ -194,9 +201,10 @@ class Connection:
         if rank == NO_RANK:
             self._heartbeat.beaten = _weak(self._beaten)
         try:
-            self.exchange = Exchange(joined, rank, credentials, limits, deadlines, connect)
+            reach = structs.replace(deadlines, start_s=start_s)
+            self.exchange = Exchange(joined, rank, credentials, limits, reach, connect)
             if joined.incarnation > 1 or joined.late:
-                self.found = self._ask_all(deadlines.start_s)
+                self.found = self._ask_all(start_s)
         except BaseException:
             self._heartbeat.stop()
             raise
@@ -239,12 +247,13 @@ class Connection:
             credentials: the cluster's; needed for TCP only.
             rank: of a worker; -1 for a client that no worker waits for.
             workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
-            timeout_s: until the coordinator answers and all servers are up.
+            timeout_s: until the coordinator answers and all servers are up and reached.
             tells: whether the user is told, after 10 s, what is waited for.
             wanted: asked before the coordinator is tried again: whether it is to be.
         Raises:
             ConnectTimeout: no coordinator answered in time: the error has a cause; or not all
-                servers have registered: it has none. The rank stays as it was.
+                servers have registered: it has none. The rank stays as it was. Or a server that
+                has registered was not reached: the rank has ended again.
             ParamServeError: the rank is taken, or the cluster has another number of workers. The
                 rank stays as it was.
         """
@@ -281,6 +290,7 @@ class Connection:
                 limits=limits,
                 deadlines=deadlines,
                 connect=partial(Link.connect, lost_s=deadlines.lost_s),
+                start_s=max(arrival.left_s, deadlines.reconnect_s),
             )
         except BaseException:
             control.close()

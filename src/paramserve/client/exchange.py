@@ -132,9 +132,10 @@ class Exchange(Links):
         self._forgotten = False
         """Whether a shard has ended the session while nothing was unanswered."""
         self._add_arena(FIRST_ARENA_BYTES)
+        until = self.now() + deadlines.start_s
         try:
             for shard in self.shards:
-                self._connect(shard, deadlines.start_s)
+                self._connect(shard, max(until - self.now(), 0.0))
             self._hello = structs.replace(self._hello, again=True)
         except BaseException:
             self.close()

@@ -411,7 +411,7 @@ class Coordination:
         )
 
     def _join(self, party: Party, message: Join) -> Joined | None:
-        if not self.membership.complete:
+        if not self.membership.complete or self._absent_servers():
             return None
         if self.checkpoints is not None and not self.checkpoints.servers_seen():
             return None
@@ -635,6 +635,13 @@ class Coordination:
                     addresses = self.membership.servers[shard].addresses
                     self._decided.look_for.append((shard, addresses))
 
+    def _absent_servers(self) -> list[int]:
+        """Shards whose server is lost, or may connect again: a client that joined now would try in
+        vain to reach it."""
+        absent = {each.party.shard for each in self._absent}
+        servers = sorted(self.membership.servers.items())
+        return [shard for shard, each in servers if each.lost or shard in absent]
+
     def _no_listener(self, shard: int) -> None:
         """A server that has not come again has ended. One that has is another connection's."""
         left = [each for each in self._absent if each.party.shard != shard]
@@ -760,17 +767,17 @@ class Coordination:
     def _late(self, message: Join | PlaceBlock | Lookup) -> ParamServeError:
         if isinstance(message, Join):
             missing = self.membership.missing_servers
-            if not missing:
+            absent = self._absent_servers()
+            if not (missing or absent):
                 return ConnectTimeout(
                     "the servers have registered, and the folder of checkpoints "
                     f"{shown(self.config.checkpoints.folder)} does not answer",
                     fix="look at its storage",
                 )
-            return ConnectTimeout(
-                f"{self.config.servers - len(missing)} of {self.config.servers} servers have "
-                f"registered, those of shards {missing} have not",
-                fix="start the missing servers, or look at their output",
-            )
+            told = f"{self.config.servers - len(missing)} of {self.config.servers} servers have "
+            told += f"registered, those of shards {missing} have not" if missing else "registered"
+            told += f"; the connection to those of shards {absent} is lost" if absent else ""
+            return ConnectTimeout(told, fix="start the missing servers, or look at their output")
         if isinstance(message, Lookup):
             known = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}
             names = [name for name in message.names or () if name not in known]

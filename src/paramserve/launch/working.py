@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from paramserve import seeding
 from paramserve.config import TLS, Deadlines, Limits
 from paramserve.errors import (
-    ConnectTimeout,
     CoordinatorGone,
     ParamServeError,
     ServerGone,
+    Timeout,
 )
 from paramserve.launch.checkpoints import SAME_MAX
 from paramserve.launch.connect import connect, described_by
@@ -26,6 +26,8 @@ BACK_S = 600.0
 """How long a cluster that was lost is waited for, unless told."""
 RETRY_S = 0.5
 """Between two attempts to join a cluster that is on its way out, or not up."""
+ATTEMPT_S = 10.0
+"""For one attempt: it may have met the cluster that is on its way out, whose servers are gone."""
 
 
 def work(
@@ -116,15 +118,21 @@ def _joined_again(
         f"rank {rank} lost the cluster: {lost.failed}. It waits up to {back_s:.0f} s until the "
         "cluster is back, and begins again at its checkpoint"
     )
-    until = time.monotonic() + back_s
+    until, silent = time.monotonic() + back_s, True
     while True:
         left_s = until - time.monotonic()
         try:
-            worker = join(max(left_s, RETRY_S))
-        except (ServerGone, CoordinatorGone, ConnectTimeout):
+            worker = join(min(max(left_s, RETRY_S), ATTEMPT_S))
+        except (ServerGone, CoordinatorGone, Timeout) as error:
             if time.monotonic() + RETRY_S >= until:
-                lost.add_note(f"the cluster did not come back for {back_s:.0f} s (back_s=)")
+                lost.add_note(
+                    f"the cluster did not come back for {back_s:.0f} s (back_s=); at last: "
+                    f"{error.failed}"
+                )
                 raise lost from None
+            if silent and isinstance(error, Timeout):
+                silent = False
+                say(f"rank {rank} still waits for the cluster: {error.failed}")
             time.sleep(RETRY_S)
             continue
         say(f"rank {rank} is back, and goes on at clock {worker.clock}")

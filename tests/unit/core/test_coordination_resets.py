@@ -216,6 +216,24 @@ def test_server_that_has_connected_again_is_not_looked_for() -> None:
     assert wait(cluster, 2.0).look_for == []
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["absent", "lost"])
+def test_join_waits_while_a_server_is_absent(lost: bool) -> None:
+    """A client that joined now would try in vain to reach it."""
+    cluster = Cluster()
+    reset(cluster, SERVER)
+    if lost:
+        assert cluster.happen(NoListener(0)).server_lost
+    assert cluster.call(0, Join(5, 0, 1, wait_s=2.0)) is None
+    assert cluster.call(1, Join(6, 1, 1, wait_s=0.5)) is None
+    ((to, late),) = wait(cluster, 1.0).replies
+    assert (to, refused(late)) == (1, "ConnectTimeout")
+    text = "1 of 1 servers have registered; the connection to those of shards [0] is lost"
+    assert late.failed == text
+    if not lost:
+        replies = dict(cluster.happen(Called(NEW, SERVER_AGAIN)).replies)
+        assert isinstance(replies[0], Joined)
+
+
 @pytest.mark.parametrize("change", [{"pid": 2}, {"addresses": ("unix:other",)}, {"shard": 1}])
 def test_another_server_does_not_take_the_place_of_one_that_was_reset(
     change: dict[str, Any],

@@ -82,11 +82,14 @@ def test_progress_counts_anew(clusters: Clusters) -> None:
     assert len(clusters.joined) == 3 + SAME_MAX + 1
 
 
-def test_cluster_on_its_way_is_asked_again(clusters: Clusters) -> None:
+def test_cluster_on_its_way_is_asked_again(
+    clusters: Clusters, capfd: pytest.CaptureFixture[str]
+) -> None:
     gone_now = ServerGone("ends", fix="")
     clusters.those = [
         0,
         CoordinatorGone("ends", fix=""),
+        ConnectTimeout("none", fix=""),
         ConnectTimeout("none", fix=""),
         gone_now,
         3,
@@ -102,7 +105,8 @@ def test_cluster_on_its_way_is_asked_again(clusters: Clusters) -> None:
     assert [each[:3] for each in seen] == [(0, 7, "z"), (3, 7, "z")]
     assert seen[0][3] == seen[1][3], "seeded before each call"
     assert clusters.asked[0]["timeout_s"] == 9.0
-    assert all(each["timeout_s"] > 500 for each in clusters.asked[1:])
+    assert [each["timeout_s"] for each in clusters.asked[1:]] == [working.ATTEMPT_S] * 5
+    assert capfd.readouterr().err.count("rank 1 still waits for the cluster: none") == 1
 
 
 def test_other_errors_end_it(clusters: Clusters) -> None:
