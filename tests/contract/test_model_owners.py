@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 
 import paramserve as ps
 from paramserve.launch.reading import Reader
-from paramserve.pytorch import changing
+from paramserve.pytorch import Embedding, changing
 
 State = dict[str, torch.Tensor]
 Train = Callable[[ps.Worker], Any]
@@ -448,6 +448,68 @@ def frozen_outside_the_model(worker: ps.Worker, at: Callable[[int], None]) -> St
     return {**own(model), "scale": scale.detach().clone()}
 
 
+def added_right_behind_the_adoption(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A layer that is added later requires gradients when the rest is adopted."""
+    model, begin = two_layers(), worker.clock
+    model["body"].requires_grad_(begin > 2)
+    if begin > 2 and worker.rank == 1:
+        model["body"].register_buffer("seen", torch.zeros(1))
+    optimizer = worker.optimizer(model, SGD(model["head"].parameters(), lr=0.1))
+    for number in range(begin, STEPS):
+        at(number)
+        if number == max(begin, 2):
+            model["body"].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model["body"].parameters())})
+        optimizer.zero_grad()
+        loss_of(model, worker.rank, number).backward()
+        optimizer.step()
+    return {name: value for name, value in own(model).items() if name != "body.seen"}
+
+
+def adopted_before_more_is_added(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A second optimizer is adopted while a layer of the first one is not added again yet."""
+    model, begin = three_layers(), worker.clock
+    model.register_buffer("seen", torch.zeros(1))
+    optimizers = [worker.optimizer(model, SGD(model["head"].parameters(), lr=0.1))]
+
+    def adopt() -> None:
+        extra = SGD(model["extra"].parameters(), lr=0.1)
+        optimizers.append(worker.optimizer(model, extra, name="extra"))
+
+    if begin == 4:
+        adopt()
+    for number in range(begin, STEPS):
+        at(number)
+        if number == max(begin, 2):
+            optimizers[0].add_param_group({"params": list(model["body"].parameters())})
+        if number == 4 and begin < 4:
+            adopt()
+        model.zero_grad()
+        loss = loss_of(model, worker.rank, number)
+        (loss + model["extra"](torch.ones(1, 3)).square().sum()).backward()
+        for each in optimizers:
+            each.step()
+    return own(model)
+
+
+def steps_of_a_table_only(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """A layer that no optimizer is given requires gradients from a clock on."""
+    model = two_layers()
+    rows = Embedding(worker.client.table("rows", 3, rule=ps.SGD(lr=0.1)))
+    model["rows"] = rows
+    model["body"].requires_grad_(worker.incarnation > 1)
+    optimizer = worker.optimizer(model, SGD(rows.parameters(), lr=0.1))
+    for number in range(worker.clock, STEPS):
+        at(number)
+        model["body"].requires_grad_(number >= 2)
+        optimizer.zero_grad()
+        loss_of(model, worker.rank, number).backward()
+        (rows(torch.arange(4)) - worker.rank).square().sum().backward()
+        optimizer.step()
+    worker.barrier()
+    return {"rows": torch.from_numpy(rows.table.pull(range(4))), **own(two_layers())}
+
+
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
 @pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained 'body")
 @pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained '.ext")
@@ -456,7 +518,8 @@ def frozen_outside_the_model(worker: ps.Worker, at: Callable[[int], None]) -> St
     "program",
     [
         *(unfrozen_before, frozen_again_before_more, adopted_after_a_replacement),
-        frozen_outside_the_model,
+        *(frozen_outside_the_model, added_right_behind_the_adoption, adopted_before_more_is_added),
+        steps_of_a_table_only,
     ],
 )
 def test_rank_that_came_back_takes_the_blocks_as_the_servers_have_them(

@@ -205,6 +205,7 @@ class Adopted(ABC, Generic[B]):
         self._check_codecs(groups)
         plans = self._plans(dict(enumerate(groups)))
         found = self.tables.find(groups)
+        self._existing.step_with(each.table.group for each in found)
         taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
         self._check_trains(groups, bool(found))
@@ -382,6 +383,11 @@ class Adopted(ABC, Generic[B]):
         """Whether this optimizer's group has a block with a tensor."""
         return any(tensor is param for part in self._parts for param in part.layout.params)
 
+    def _is_stepped(self, tensor: Tensor) -> bool:
+        """Whether an optimizer of this worker steps it."""
+        owner = self._registry.owner(tensor)
+        return owner is not None and (owner.group != self.group or self.serves(tensor))
+
     def _define_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
         """Define frozen parameters that are trained from now on, as `add_group` does: all ranks
         let them require gradients before the same step."""
@@ -401,7 +407,8 @@ class Adopted(ABC, Generic[B]):
 
     def _take_served(self) -> list[str]:
         """Take, for what of the model this worker's optimizers were not given, the values that the
-        group has: it may have been added before this worker came.
+        group has: it may have been added before this worker came. They are the group's here, too,
+        for the optimizers that are adopted next.
 
         Returns:
             The names of what the group has trained before, and is not trained here at present.
@@ -413,7 +420,9 @@ class Adopted(ABC, Generic[B]):
         }
         parts = [part.layout for part in self._parts if self._existing.has(part.layout.names)]
         frozen = [name for name, param in _named(parts) if is_frozen(param)]
-        return [*self._existing.take(mine), *frozen]
+        taken = self._existing.take(mine)
+        self._registry.own(self.group, ((name, mine[name]) for name in taken))
+        return [*taken, *frozen]
 
     def _warn_not_trained(self) -> None:
         """Warn, at the first step, where this worker does not train what its group has trained."""
@@ -425,7 +434,7 @@ class Adopted(ABC, Generic[B]):
         left = [
             name
             for name, param in params.items()
-            if param is not None and (self._registry.owner(param) is None or is_frozen(param))
+            if param is not None and (is_frozen(param) or not self._is_stepped(param))
         ]
         self._not_trained = []
         if left:

@@ -126,7 +126,8 @@ class Untrained:
         links: Sequence[Link] = (),
     ) -> None:
         """Define the values (rank 0) or wait for them, and take some. What is there already is
-        taken as it is, and after a step of the group that is all.
+        taken as it is, and after a step of the group that is all: rank 0 has defined by then what
+        its model had, and no rank may wait for more.
 
         Args:
             existing: what the servers have.
@@ -138,11 +139,12 @@ class Untrained:
         for block in there:
             self._find(block)
         known = {source.name for kept in self._kept for source in kept.sources}
+        complete = existing.stepped and (there or not define)
         rest = [
             (slot, is_buffer)
             for slot, _, is_buffer in self._chosen
-            if slot.name not in known
-            and not (there and (existing.stepped or self._registry.is_replaced(slot)))
+            if not (complete or slot.name in known)
+            and not (there and self._registry.is_replaced(slot))
         ]
         for often in (False, True):
             chosen = [slot for slot, is_buffer in rest if is_buffer == often]

@@ -34,6 +34,7 @@ class ExistingBlocks:
     def __init__(self, client: Client, group: str, *, late: bool, again: bool) -> None:
         self._client = client
         self._group = group
+        self._stepped = {group}
         self._late = late
         self.again = again
         self._all: Sequence[Block] = ()
@@ -42,8 +43,13 @@ class ExistingBlocks:
 
     @property
     def stepped(self) -> bool:
-        """Whether a step of the group was made: all that its adoption defines is there."""
-        return self._late and self._client.steps.resumed.get(self._group, 0) > 0
+        """Whether a step of the optimizer was made: all that its adoption defines is there."""
+        resumed = self._client.steps.resumed
+        return self._late and any(resumed.get(group, 0) for group in self._stepped)
+
+    def step_with(self, groups: Iterable[str]) -> None:
+        """The optimizer steps these tables' groups, too, or has none but these."""
+        self._stepped.update(groups)
 
     @property
     def count(self) -> int:
