@@ -1,15 +1,13 @@
-"""What all adopted optimizers have in common: their settings, their blocks, their start and end.
+"""What all adopted optimizers have in common: their blocks, their start and end.
 
 `served.py` lets the servers make the steps, `local.py` and `hybrid.py` the worker.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import is_
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
-from paramserve.consistency.base import Policy
 from paramserve.errors import ParamServeError, warn_user
 from paramserve.messages import VALUE
 from paramserve.observe.history import History, StepRecord
@@ -31,7 +28,7 @@ from paramserve.pytorch.block import (
 )
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.changing import Changing
-from paramserve.pytorch.codecs import Codecs, CodecsByName, split_by_codec
+from paramserve.pytorch.codecs import CodecsByName, split_by_codec
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.existing_blocks import ExistingBlocks
 from paramserve.pytorch.frozen import Frozen, is_frozen
@@ -40,6 +37,7 @@ from paramserve.pytorch.naming import Names, extra_states
 from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.replacements import Replacements
 from paramserve.pytorch.schedules import Schedules
+from paramserve.pytorch.settings import Settings
 from paramserve.pytorch.tables import Tables
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -55,57 +53,6 @@ B = TypeVar("B", bound=AdoptedBlock)
 
 SKIPPED_MAX = 10
 """Steps that a policy skips in a row for NaN or Inf, without a warning."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one optimizer steps; the arguments of `worker.optimizer`, checked."""
-
-    name: str
-    overlap: bool
-    weight: float | Callable[[], float] | None
-    clip_norm: float | None
-    buffers: str
-    consistency: Policy | None = None
-    push: Codecs | None = None
-    pull: Codecs | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
-        if self.buffers not in ("rank0", "mean", "local"):
-            raise ValueError(f'buffers must be "rank0", "mean" or "local", not {self.buffers!r}')
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
-            raise ValueError(
-                f"clip_norm must be a finite number above 0 or None, not {self.clip_norm!r}"
-            )
-        if self.consistency is not None and not isinstance(self.consistency, Policy):
-            raise TypeError(
-                "consistency must be a policy, as in ps.Sync(), or None for the run's, not "
-                f"{self.consistency!r}"
-            )
-        CodecsByName.of(self.push, "push")
-        CodecsByName.of(self.pull, "pull")
-        if self.weight is not None and not callable(self.weight):
-            self.weight_now(None)
-
-    def weight_now(self, samples: float | None) -> float:
-        """The weight of the gradients of this step.
-
-        Args:
-            samples: behind them, as the worker's loader knows; None: it does not.
-        Raises:
-            ValueError: it is not a finite number above 0. Nothing was sent.
-        """
-        if self.weight is None:
-            value = float(samples) if samples is not None else 1.0
-        else:
-            value = float(self.weight() if callable(self.weight) else self.weight)
-        if not 0.0 < value < math.inf:
-            raise ValueError(
-                f"weight must be a finite number above 0 (samples behind a gradient), not {value}"
-            )
-        return value
 
 
 def _named(layouts: Iterable[Layout]) -> Iterator[tuple[str, Tensor]]:

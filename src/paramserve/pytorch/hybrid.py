@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, reciprocal
 from paramserve.pytorch.block import AdoptedBlock
 from paramserve.pytorch.buffers import Untrained
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.local import unscale
+from paramserve.pytorch.settings import Settings
 from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import ParamGroup
 

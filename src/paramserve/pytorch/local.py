@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from paramserve.client import BlockPush
 from paramserve.client.pace import Pace
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, reciprocal
 from paramserve.pytorch.block import AdoptedBlock, Layout, check_unscaled
+from paramserve.pytorch.settings import Settings
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
 from paramserve.rules.torch_kinds import ParamGroup

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import OWN_STEPS, ElasticAverage
 from paramserve.errors import warn_user
-from paramserve.pytorch.adopted import Adopted, Settings
+from paramserve.pytorch.adopted import Adopted
 from paramserve.pytorch.block import HALVES
 from paramserve.pytorch.embedding import Rows
 from paramserve.pytorch.hybrid import Hybrid
@@ -31,6 +31,7 @@ from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.rule_optimizer import RuleOptimizer
 from paramserve.pytorch.served import Served
+from paramserve.pytorch.settings import Settings
 from paramserve.rules.base import Rule
 from paramserve.rules.torch_kinds import kind_of
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from paramserve.client.gradients import active_parts
 from paramserve.errors import warn_user
 from paramserve.pytorch import state as torch_state
-from paramserve.pytorch.adopted import Adopted, Plan, Settings, reciprocal
+from paramserve.pytorch.adopted import Adopted, Plan, reciprocal
 from paramserve.pytorch.block import ServedBlock, as_tensor
 from paramserve.pytorch.hyper import HyperReader
+from paramserve.pytorch.settings import Settings
 from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import Kind, ParamGroup
 
