@@ -67,7 +67,8 @@ class Program:
             model.zero_grad()
             scale = sum(each for each in results if each is not None) or 1.0
             (scale * loss_of(model, worker.rank, number)).backward()
-            for each in optimizers:
+            in_turn = "turn" in self.case.loop
+            for each in optimizers[number % 2 :][:1] if in_turn else optimizers:
                 each.step()
         return own(model), results, worker._position.seen
 
@@ -76,7 +77,8 @@ class Program:
         both = "both" in self.case.loop
         before, behind = both or "behind" not in self.case.loop, both or "behind" in self.case.loop
         if "own" in self.case.loop:
-            for number in range(worker.clock, STEPS):
+            begins = self._done(worker) if worker.clock else 0
+            for number in range(begins, STEPS):
                 if before:
                     yield True, number
                 if "rate" in self.case.loop:
@@ -107,10 +109,15 @@ class Program:
                 if behind:
                     yield True, OF_EPOCH * (epoch + 1)
 
+    def _done(self, worker: ps.Worker) -> int:
+        clocks = worker.client.steps.clocks
+        each = [clocks.get(group, 0) for group in worker.groups]
+        return sum(each) if "turn" in self.case.loop else each[0]
+
     def _collect(self, worker: ps.Worker, model: Any, number: int) -> list[Any]:
         results = []
         for which in range(4):
-            at = (worker.rank, worker.incarnation, worker._clock)
+            at = (worker.rank, worker.incarnation, self._done(worker))
             if at == (self.case.victim, 1, DIES_AT) and which == self.case.where:
                 worker.client.drain()
                 raise Killed
@@ -187,6 +194,15 @@ def test_rank_that_comes_back_goes_on_with_the_collectives_of_its_step(
     check(make_cluster, Case(loop, "barrier", optimizers), 1, request_s)
     check(make_cluster, Case(loop, "all_reduce", optimizers), optimizers - 1, request_s)
     check(make_cluster, Case(loop, "assign", optimizers), 1, request_s)
+
+
+@pytest.mark.parametrize("loop", ["own turn", "loader turn"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_optimizers_that_step_in_turn_have_the_collectives_of_their_step(
+    make_cluster: MakeCluster, loop: str, victim: int
+) -> None:
+    """The clock of one optimizer is the same before several steps."""
+    check(make_cluster, Case(loop, "all_reduce", 2), victim, 1.0)
 
 
 @pytest.mark.parametrize("loop", ["own", "print own", "print own rate", "print own every"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tests.sim.planted import STRAGGLER, Plant
 from tests.sim.test_deadlines import ResendsLate
 
@@ -286,6 +287,17 @@ def first_step_passes_nothing_by(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     return SimulatedCluster
 
 
+def place_of_the_first_optimizer(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Where two optimizers step in turn, calls at one clock of the first one are taken for one."""
+    find = Collectives._find
+
+    def first(self: Collectives, message: AllReduce, member: Member) -> _Ended | None:
+        return find(self, structs.replace(message, ticks=0), member)
+
+    monkeypatch.setattr(Collectives, "_find", first)
+    return SimulatedCluster
+
+
 COLLECTIVE = {"collectives": True, "others": ()}
 CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (
@@ -314,6 +326,7 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (last_rank_is_left_alone, Async(), COLLECTIVE),
     (refused_while_others_live, Async(), COLLECTIVE),
     (next_result_wherever_a_rank_is, Async(), COLLECTIVE),
+    (place_of_the_first_optimizer, Sync(reduce="sum"), COLLECTIVE),
     (first_step_passes_nothing_by, Sync(reduce="sum"), COLLECTIVE),
 )
 """What is planted, under which policy, in which scenario."""

@@ -68,14 +68,17 @@ class Position:
         left out or that its loop begins behind: where a rank is that was restarted or added. With
         leased loaders ranks are at other steps in the same call."""
         worker, steps = self._worker, self._worker.client.steps
-        group = worker.groups[0]
-        clock, left = steps.clocks.get(group, 0), 0
-        if clock <= steps.resumed.get(group, 0):
-            left = clock if worker.incarnation == 1 else self._left()
-        exact = not worker.leased_loaders and worker.course.place_known
+        clocks = [steps.clocks.get(each, 0) for each in worker.groups]
+        before = [steps.resumed.get(each, 0) for each in worker.groups]
+        left, later = 0, worker.incarnation > 1
+        if all(clock <= resumed for clock, resumed in zip(clocks, before, strict=True)):
+            left = self._left() if later else clocks[0]
+        known = not left or (later and worker.course.place_known)
         inner = bool(self._looks) or self._in_pass or steps.epochs > 0
-        ticks = sum(steps.clocks.get(each, 0) for each in worker.groups)
-        return Place(max(clock - left, 0), exact, steps.epochs, inner, ticks)
+        # Each optimizer steps at most once with each batch that is left.
+        ticks = sum(max(clock - left, 0) for clock in clocks) if known else 0
+        exact = known and not worker.leased_loaders
+        return Place(max(clocks[0] - left, 0), exact, steps.epochs, inner, ticks)
 
     def _left(self) -> int:
         """Steps of older incarnations that the program has not come by yet."""
@@ -112,7 +115,7 @@ class Position:
             place, terms = self.place, worker.client.steps.terms
             policies = [terms(group).policy for group in worker.groups]
             together = all(each and each.collects and not each.partial for each in policies)
-            if together and place.exact and place.steps:
+            if together and place.exact and place.ticks:
                 message = PassBy(
                     0,
                     place=place.steps,

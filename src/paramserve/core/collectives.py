@@ -20,10 +20,10 @@ of every rank that it waits for:
 A rank that is restarted, added or comes again begins its function at the beginning, while the
 others are in the middle: it makes calls whose collective has ended. It gets the results, in order,
 as far as they are kept. Which one a call is, its place says: the steps that its program has gone
-through, with those that its loaders have left out or that its loop begins behind, and the epochs
-that it has begun, which tell what follows an epoch from what comes before the next one. What the
-ranks have agreed on for a loader over parts of their own is found by the loader's number, wherever
-the others are.
+through, with those that its loaders have left out or that its loop begins behind, the epochs that
+it has begun, which tell what follows an epoch from what comes before the next one, and the steps of
+all its optimizers, of which the first may rest. What the ranks have agreed on for a loader over
+parts of their own is found by the loader's number, wherever the others are.
 """
 
 from __future__ import annotations
@@ -65,8 +65,19 @@ DIMENSIONS_MAX = 64
 """As numpy has it."""
 RANKS_SHOWN_MAX = 8
 """In an error."""
-At = tuple[int, int]
-"""Where a program is: the steps that it has gone through, and the epochs that it has begun."""
+
+
+class At(NamedTuple):
+    """Where a program is, as `AllReduce` has it: each of these grows with the program, and no step
+    leaves all of them as they are."""
+
+    place: int
+    epoch: int = 0
+    ticks: int = 0
+
+
+ABSENT = At(-1)
+"""Of a rank that took no part."""
 
 
 @dataclass
@@ -83,8 +94,6 @@ class _Open:
     """Ranks that had not joined then."""
     at: At
     """The furthest of the ranks that came."""
-    ticks: int = 0
-    """The most of them."""
     sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
     """By rank: its client, and its call."""
     passed: set[int] = field(default_factory=set)
@@ -104,7 +113,7 @@ class _Ended(NamedTuple):
     """A collective that has ended."""
 
     number: int
-    place: int
+    at: At
     clients: frozenset[int]
     """Those whose values are in it; one object where the one before had the same."""
     result: bytes
@@ -112,29 +121,21 @@ class _Ended(NamedTuple):
     """Of the result."""
     what: str
     """What was called, as `_what` says it."""
-    places: Mapping[int, int]
-    """Of ranks that were elsewhere than at `place`; -1: it took no part."""
+    places: Mapping[int, At]
+    """Of ranks that were elsewhere than `at`, or `ABSENT`."""
     without: tuple[Member, ...] = ()
     """Ranks that took no part, since they were being restarted."""
-    epoch: int = 0
     inner: bool = False
     """As `AllReduce.inner`."""
-    ticks: int = 0
 
-    @property
-    def at(self) -> At:
-        return self.place, self.epoch
-
-    def place_of(self, rank: int) -> int:
-        return self.places.get(rank, self.place)
+    def at_of(self, rank: int) -> At:
+        return self.places.get(rank, self.at)
 
 
 class _Begun(NamedTuple):
     """Where a restarted rank has made its first step."""
 
     client: int
-    ticks: int
-    """That it had made before."""
     at: At
     some: bool
     """Whether it has made calls there before."""
@@ -149,11 +150,12 @@ class EndedRecord(Struct, frozen=True):
     result: bytes
     dtype: str
     what: str
-    places: dict[int, int] = {}
     parts: int = 0
     epoch: int = 0
     inner: bool = False
     ticks: int = 0
+    elsewhere: dict[int, At] = {}
+    """As `_Ended.places`."""
 
 
 class CollectivesRecord(Struct, frozen=True):
@@ -205,7 +207,7 @@ class Collectives:
         self._ended = {each.number: _restored(each) for each in record.ended}
         self._agreed = {each.parts: _restored(each) for each in record.agreed}
         self._kept_bytes = sum(
-            len(each.result) + len(each.places) * CLIENT_BYTES for each in record.ended
+            len(each.result) + len(each.elsewhere) * CLIENT_BYTES for each in record.ended
         )
 
     def call(self, message: AllReduce, member: Member) -> AllReduced | None:
@@ -244,7 +246,6 @@ class Collectives:
         _check_alike(opened, message, member.rank)
         opened.sent[member.rank] = member.client, message
         opened.at = max(opened.at, _at(message))
-        opened.ticks = max(opened.ticks, message.ticks)
         self._counted.add(member.client)
         self.changed()
         if self._open is None:
@@ -263,7 +264,9 @@ class Collectives:
         """Whether all ranks were at the same step in the last collective: where they make unequal
         numbers of steps, these do not say which call is meant."""
         last = self._ended.get(self.number)
-        return last is not None and last.place > 0 and all(at < 0 for at in last.places.values())
+        if last is None or not last.at.place:
+            return False
+        return all(each.place in (ABSENT.place, last.at.place) for each in last.places.values())
 
     def pass_by(self, member: Member, passes: bool = True) -> bool:
         """Wait no longer for a rank that was restarted in the open collective, if its program
@@ -284,23 +287,22 @@ class Collectives:
         """
         if member.incarnation < 2:
             return
-        at, ticks = (message.place, message.epoch), message.ticks
+        at = _at(message)
         last, following = (self._ended.get(message.seen + each) for each in (0, 1))
-        some = last is not None and (last.at, last.ticks) == (at, ticks)
-        if some and following is not None and (following.at, following.ticks) == (at, ticks):
+        some = last is not None and last.at == at
+        if some and following is not None and following.at == at:
             raise _some_only(member.rank, message.place, following.what)
         opened = self._open
-        if some and opened is not None and (opened.at, opened.ticks) == (at, ticks):
+        if some and opened is not None and opened.at == at:
             raise _some_only(member.rank, message.place, _what(opened.first))
-        self._begun[member.rank] = _Begun(member.client, ticks, at, some)
+        self._begun[member.rank] = _Begun(member.client, at, some)
         self.changed()
 
     def _check_all_made(self, message: AllReduce) -> None:
         """Refuse a call that a rank which has come back has made another one in place of."""
         for rank in self._begun:
             begun = self._begun_of(self._membership.members[rank])
-            where = message.ticks, _at(message)
-            if begun is not None and begun.some and (begun.ticks, begun.at) == where:
+            if begun is not None and begun.some and begun.at == _at(message):
                 raise _some_only(rank, message.place, _what(message))
 
     def _begun_of(self, member: Member) -> _Begun | None:
@@ -311,7 +313,7 @@ class Collectives:
     def _has_passed(self, opened: _Open, member: Member) -> bool:
         """Whether the program of a rank that was restarted is behind a collective."""
         begun = self._begun_of(member)
-        if begun is not None and opened.ticks <= begun.ticks and opened.exact:
+        if begun is not None and opened.at.ticks <= begun.at.ticks and opened.exact:
             return True
         return member.rank in opened.passed
 
@@ -327,21 +329,21 @@ class Collectives:
         calls = [call for _, (_, call) in sorted(opened.sent.items())]
         clients = frozenset(client for client, _ in opened.sent.values())
         result = reduced(calls)
-        place, epoch = opened.at
-        places = dict.fromkeys(self._membership.members.keys() - opened.sent.keys(), -1)
+        at = opened.at
+        places = dict.fromkeys(self._membership.members.keys() - opened.sent.keys(), ABSENT)
         for rank, (_, call) in opened.sent.items():
-            if call.place != place:
-                places[rank] = call.place
+            if _at(call) != at:
+                places[rank] = _at(call)
         what = _what(opened.first)
         members = [each for _, each in sorted(self._membership.members.items())]
         without = tuple(
             each
             for each in members
             if each.state == RESTARTING or self._has_passed(opened, each)
-            if places.get(each.rank) == -1
+            if places.get(each.rank) == ABSENT
         )
-        ended = _Ended(self.number, place, clients, *result, what, places, without)
-        ended = ended._replace(epoch=epoch, inner=opened.first.inner, ticks=opened.ticks)
+        about = *result, what, places, without, opened.first.inner
+        ended = _Ended(self.number, at, clients, *about)
         self._keep(ended)
         if opened.first.parts and len(self._agreed) < KEPT_MAX:
             agreed = ended._replace(clients=frozenset(), without=())
@@ -365,7 +367,7 @@ class Collectives:
             self._kept_bytes -= len(oldest.result) + len(oldest.places) * CLIENT_BYTES
             if self._ended[first].clients is not oldest.clients:
                 self._kept_bytes -= len(oldest.clients) * CLIENT_BYTES
-            self._forgotten_place = max(self._forgotten_place, oldest.place)
+            self._forgotten_place = max(self._forgotten_place, oldest.at.place)
 
     def missing(self) -> tuple[Member, ...]:
         """The ranks whose values the open collective waits for."""
@@ -459,10 +461,10 @@ class Collectives:
             )
         self._check_none_left_out(message, member)
         at, client, begun = _at(message), member.client, self._begun_of(member)
-        passed = begun.ticks if begun is not None else -1
+        passed = begun.at.ticks if begun is not None else -1
         for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
-            if each.ticks > passed and (client in each.clients or (each.place, each.epoch) >= at):
+            if each.at.ticks > passed and (client in each.clients or each.at >= at):
                 if client not in each.clients:
                     self._check_again(each, message, member)
                 return each
@@ -474,37 +476,36 @@ class Collectives:
         last, left_out = self._ended.get(message.seen), self._ended.get(message.seen + 1)
         if last is None or left_out is None or not message.exact:
             return
-        at = left_out.place_of(member.rank)
-        if member.client in left_out.clients or not 0 <= at == last.place_of(member.rank):
+        at, of_last = left_out.at_of(member.rank), last.at_of(member.rank)
+        if member.client in left_out.clients or left_out.inner or at == ABSENT:
             return
-        if left_out.inner:
-            return
-        if at < message.place:
+        if (at.place, at.ticks) == (of_last.place, of_last.ticks) and at.place < message.place:
             raise CollectiveMismatch(
                 f"rank {member.rank} (incarnation {member.incarnation}) called "
                 f"{_in_words(message)} at step {message.place} of its program, and has left out "
-                f"one of its calls of before at step {at}: {left_out.what}",
+                f"one of its calls of before at step {at.place}: {left_out.what}",
                 fix="make the calls of before in the same order; begin without resume= where "
                 "fewer are to be made",
             )
 
     def _check_again(self, ended: _Ended, message: AllReduce, member: Member) -> None:
         """Refuse the result of another call than a rank makes: its function has changed since."""
-        before, at = self._ended.get(message.seen), message.place
-        more = message.exact and before is not None and before.place_of(member.rank) == at
-        if ended.what == _what(message) and not (more and ended.place_of(member.rank) > at):
+        before, at, then = self._ended.get(message.seen), _at(message), ended.at_of(member.rank)
+        more = message.exact and before is not None and before.at_of(member.rank).place == at.place
+        later = then.place - at.place or then.ticks - at.ticks
+        if ended.what == _what(message) and not (more and later > 0):
             return
         where = f"rank {member.rank} (incarnation {member.incarnation}) called {_in_words(message)}"
         was, cause = ended.what, ""
         if ended.what == _what(message):
-            was = f"the next one {ended.place_of(member.rank) - at} steps later"
+            was = f"the next one {later} steps later"
             cause = (
                 ". As only the steps between the calls differ, a loader may have another "
                 "batch_size, dataset or batches_per_step"
             )
         raise CollectiveMismatch(
-            f"{where} at step {at} of its program, where the call of before was {was}: a function "
-            f"that begins again gets the results that its calls had{cause}",
+            f"{where} at step {at.place} of its program, where the call of before was {was}: a "
+            f"function that begins again gets the results that its calls had{cause}",
             fix="make the calls of before in the same order; where a run goes on from a checkpoint "
             "make new ones behind them only, or begin without resume=",
         )
@@ -539,16 +540,24 @@ class Collectives:
 
 
 def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
-    about = ended.result, ended.dtype, ended.what, dict(ended.places)
-    where = ended.epoch, ended.inner, ended.ticks
-    return EndedRecord(ended.number, ended.place, *about, parts, *where)
+    (place, epoch, ticks), about = ended.at, (ended.result, ended.dtype, ended.what)
+    return EndedRecord(
+        ended.number,
+        place,
+        *about,
+        parts=parts,
+        epoch=epoch,
+        inner=ended.inner,
+        ticks=ticks,
+        elsewhere=dict(ended.places),
+    )
 
 
 def _restored(record: EndedRecord) -> _Ended:
     """Of clients that do not come again."""
-    about = record.result, record.dtype, record.what, record.places
-    ended = _Ended(record.number, record.place, frozenset(), *about)
-    return ended._replace(epoch=record.epoch, inner=record.inner, ticks=record.ticks)
+    at = At(record.place, record.epoch, record.ticks)
+    about = record.result, record.dtype, record.what, record.elsewhere
+    return _Ended(record.number, at, frozenset(), *about, inner=record.inner)
 
 
 def _answer(
@@ -579,8 +588,8 @@ def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
         )
 
 
-def _at(message: AllReduce) -> At:
-    return message.place, message.epoch
+def _at(message: AllReduce | PassBy) -> At:
+    return At(message.place, message.epoch, message.ticks)
 
 
 def _what(message: AllReduce) -> str:

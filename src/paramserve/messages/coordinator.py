@@ -272,15 +272,16 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
 
     `op`: "barrier", or "sum", "mean", "max" or "min" of values of this dtype and shape, or "rank0":
     that rank's. `seen`: the number of the last collective whose result it has. `place`: the steps
-    that its program has gone through, also those that a restart has left out. `last`: if the others
-    are not there after `wait_s`, the value does not count. `number`: the value is one number, so
-    that its dtype may be another one on each rank. `parts`: of the loaders over a part of the
-    rank's own, which one this number is for, from 1; a rank that comes later gets what the others
-    got for it. 0: of none. `exact`: False with leased loaders, where the ranks are at other steps
-    in the same call. `epoch`: the epochs that its loops over `loader.epochs` have begun. `inner`:
-    it is made where a later incarnation does not come by again: in a pass over a loader, in a round
-    of such a loop, or behind a look at the worker's clock. `ticks`: the clocks of all groups that
-    its rank steps on, added up.
+    of the first group that its program has gone through, also those that a restart has left out.
+    `last`: if the others are not there after `wait_s`, the value does not count. `number`: the
+    value is one number, so that its dtype may be another one on each rank. `parts`: of the loaders
+    over a part of the rank's own, which one this number is for, from 1; a rank that comes later
+    gets what the others got for it. 0: of none. `exact`: False with leased loaders, where the ranks
+    are at other steps in the same call. `epoch`: the epochs that its loops over `loader.epochs`
+    have begun. `inner`: it is made where a later incarnation does not come by again: in a pass over
+    a loader, in a round of such a loop, or behind a look at the worker's clock. `ticks`: as
+    `place`, of all groups that its rank steps on, added up; where steps are left out, at least so
+    many are behind.
     """
 
     call: int

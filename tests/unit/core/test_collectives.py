@@ -361,6 +361,19 @@ def test_calls_between_steps_of_another_optimizer_than_the_first_are_not_passed_
     assert ranks.call(0, 3.0, place=4, ticks=7) == 5.0
 
 
+def test_calls_at_one_clock_of_the_first_optimizer_are_told_apart() -> None:
+    """Two optimizers step in turn."""
+    ranks = Ranks(2)
+    for ticks, place in enumerate((0, 1, 1, 2, 2)):
+        ranks.all_call(ticks, place=place, ticks=ticks)
+    ranks.dies(0)
+    record = msgspec.msgpack.encode(ranks.collectives.record())
+    ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+    ranks.join(0)
+    assert ranks.call(0, 9.0, place=2, ticks=4) == 8.0
+    assert ranks.call(0, 9.0, place=3, ticks=5) is None
+
+
 def test_first_step_of_a_rank_that_was_not_restarted_passes_nothing_by() -> None:
     ranks = Ranks(2)
     assert ranks.call(1, 2.0, place=2) is None

@@ -25,6 +25,8 @@ LEASE_WAIT_S = 5.0
 COLLECTIVE_EVERY = 3
 PROGRAMS = ("anew", "clock", "behind")
 """How a worker that is started again goes on with its collectives; see `AgreeingScript`."""
+IN_TURN = 0.4
+"""Of the programs have two optimizers that take turns."""
 RESTS_FROM = 0.985
 """Of what is drawn for a worker's next call: from here on it rests."""
 PAUSE_S = 0.002
@@ -280,7 +282,8 @@ class AgreeingScript(WorkerScript):
     incarnation begins with the first collective, as a program does that runs its epochs again; or
     with that of its clock, as one whose loop begins there; or it leaves that one out, as one that
     goes on behind an epoch. Before its first step under Sync it says that it has made those up to
-    there. All workers run the same program.
+    there. All workers run the same program. In some, two optimizers take turns between collectives:
+    the clock of the first one is the same in two of them.
     """
 
     def __init__(self, client: SimulatedClient) -> None:
@@ -293,6 +296,7 @@ class AgreeingScript(WorkerScript):
         self._deserted = False
         """Whether the others have returned, so that it makes no collective any more."""
         self._program = Random(f"program {self.cluster.seed}").choice(PROGRAMS)
+        self._in_turn = Random(f"turns {self.cluster.seed}").random() < IN_TURN
         self._begun = False
         """Whether it has gone on from where its rank was."""
         self._stepping = False
@@ -315,7 +319,15 @@ class AgreeingScript(WorkerScript):
                 self.client.go_on()
 
         clock = self.client.clock
-        self.client.call(PassBy(0, place=clock, seen=self._seen, ticks=clock), begun)
+        place = self._place_at(clock)
+        self.client.call(PassBy(0, place=place, seen=self._seen, ticks=clock), begun)
+
+    def _place_at(self, clock: int) -> int:
+        """Of the first optimizer."""
+        if not self._in_turn:
+            return clock
+        rounds, rest = divmod(clock, 2 * COLLECTIVE_EVERY)
+        return rounds * COLLECTIVE_EVERY + min(rest, COLLECTIVE_EVERY)
 
     def next(self) -> bool:
         if self.client.left <= 0 or self.client.calling:
@@ -340,10 +352,10 @@ class AgreeingScript(WorkerScript):
     def _agree(self) -> None:
         dtype = "float64" if self.client.writer % 3 == 1 else "int64"
         value = np.array(1 << self.client.rank, dtype).tobytes()
-        place = (self._made + 1) * COLLECTIVE_EVERY
-        wait_s = LEASE_WAIT_S
+        ticks, wait_s = (self._made + 1) * COLLECTIVE_EVERY, LEASE_WAIT_S
+        place = self._place_at(ticks)
         message = AllReduce(0, "sum", dtype, (), value, self._seen, place, wait_s, number=True)
-        message = structs.replace(message, ticks=self.client.clock)
+        message = structs.replace(message, ticks=ticks)
         self.client.call(message, self._told)
 
     def _told(self, reply: AllReduced | Failed) -> None:
