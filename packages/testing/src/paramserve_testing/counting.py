@@ -31,12 +31,15 @@ from paramserve_testing.history import Applied, Call, Part, Row
 from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
 if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
+    from paramserve.rules.layout import RowView
     from paramserve_testing.client import SimulatedClient
 
 Array = npt.NDArray[Any]
 
 PUSHES_MAX = 52
 """Of one writer: sums of their powers of two are exact in float64."""
+ADD = Add()
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,18 @@ class AddWhole(Add):
                 told = Applied(worker, clock, version, push.scale, momentum, given, off)
                 self.told.append(told)
             gradient = whole
-        super().apply(value, gradient, state, hyper, runs, push._replace(scale=1.0), out)
+        ADD.apply(value, gradient, state, (), runs, push._replace(scale=1.0), out)
+
+    def apply_rows(self, view: RowView, gradients: Array, hyper: Hyper, push: PushInfo) -> None:
+        ADD.apply_rows(view, gradients, (), push)
+
+    # Each shard of a run has a class of its own, and kernels are kept by class.
+
+    def block_kernels(self, dtype: np.dtype[Any], pushed: np.dtype[Any] | None = None) -> Kernels:
+        return ADD.block_kernels(dtype, pushed)
+
+    def row_kernels(self) -> Kernels:
+        return ADD.row_kernels()
 
 
 def leaves_whole(policy: Policy) -> bool:
