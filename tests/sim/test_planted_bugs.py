@@ -112,6 +112,7 @@ def test_planted_bug_of_a_policy_is_found(
     assert found is not None, f"{plant.__name__} was not found in {SEEDS} seeds"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "options"), SCENARIOS.values(), ids=SCENARIOS)
 def test_without_the_planted_bug_of_a_policy_its_scenario_passes(
     policy: Policy, options: dict[str, Any]
@@ -130,9 +131,8 @@ def test_planted_bug_of_a_driver_is_found(
     assert found is not None, f"{plant.__name__} was not found in {SEEDS_OF_DRIVERS} seeds"
 
 
-@pytest.mark.parametrize(
-    ("plant", "policy", "options"), [pytest.param(*each.values, id=each.id) for each in DRIVERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "policy", "options"), DRIVERS)
 def test_without_the_planted_bug_of_a_driver_its_scenario_passes(
     plant: planted.Plant, policy: Policy, options: dict[str, Any]
 ) -> None:
@@ -155,6 +155,7 @@ def test_policy_that_never_admits_is_found_in_the_liveness_phase() -> None:
         cluster.check()
 
 
+@pytest.mark.slow  # of `test_seeds`, more seeds
 @pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_without_a_planted_bug_the_same_seeds_pass(policy: Policy) -> None:
     assert first_violation(SimulatedCluster, policy) is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -172,24 +170,20 @@ def find(first: int, options: dict[str, Any]) -> None:
     pytest.fail(f"it was not found in {FOUND_WITHIN} seeds")
 
 
-@functools.cache
-def first_ahead(case: str) -> int:
-    """The first seed in which a call is not over in the checkpoint."""
-    return next(seed for seed in itertools.count() if resumed(seed, **CASES[case]).ahead)
-
-
 @pytest.mark.parametrize(
-    ("plant", "case"),
-    [
-        (calls_forgotten, "batches of a table beside Sync"),
-        (always_ahead, "batches of a table beside Sync"),
-        (ahead_in_another_group, "batches of a table beside Sync"),
-        (samples_of_a_call_are_free, "samples of a table beside Sync"),
+    ("plant", "case", "first"),
+    [  # a call is not over in the checkpoint of seeds 13, 24 and 34, and of 1, 10 and 14
+        (calls_forgotten, "batches of a table beside Sync", 12),
+        (always_ahead, "batches of a table beside Sync", 12),
+        (ahead_in_another_group, "batches of a table beside Sync", 12),
+        (samples_of_a_call_are_free, "samples of a table beside Sync", 9),
     ],
 )
 def test_bug_of_a_call_that_is_not_over_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], case: str, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    case: str,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first = first_ahead(case)
     plant(monkeypatch)
     find(first, CASES[case])
