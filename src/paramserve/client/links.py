@@ -294,7 +294,9 @@ class Links:
             if self.returned:
                 self._take_returned()
             if self._pool.lost:
-                self._pool.reclaim(quiet=not any(each.session.unanswered for each in self.shards))
+                sessions = [each.session for each in self.shards]
+                oldest, last = min(s.oldest for s in sessions), max(s.last for s in sessions)
+                self._pool.reclaim(oldest=oldest, last=last)
             self._takes += 1
             if self._takes >= TRIM_TAKES:
                 self._trim()

@@ -246,6 +246,8 @@ class SlotPool(Generic[S]):
         self._gaps: dict[int, list[tuple[int, int]]] = {}
         """By arena: begin and end of what is free and no slot, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
+        self._lost_at: dict[ref[S], int] = {}
+        """Of lost slots that `reclaim` has seen, the last number then."""
         self._at: dict[ref[S], tuple[int, int, int]] = {}
         """Arena, begin and size of each slot, free or taken."""
 
@@ -331,18 +333,21 @@ class SlotPool(Generic[S]):
             self.in_use -= size
             self._free[size] += [slot]
 
-    def reclaim(self, *, quiet: bool) -> None:
-        """Make slots free that were lost.
+    def reclaim(self, *, oldest: int, last: int) -> None:
+        """Make slots free that were lost, as soon as all requests are answered that were numbered
+        before they were seen here: no later one speaks of them.
 
         Args:
-            quiet: whether no request is under way, which might speak of one.
+            oldest: the lowest number that a shard has not answered.
+            last: the highest that was given out.
         """
         for _ in range(len(self.lost)):
             own = self.lost[0]
-            if own in self.taken and not quiet:
-                self.lost.rotate(-1)
-                continue
             if own in self.taken:
+                if oldest <= self._lost_at.setdefault(own, last):
+                    self.lost.rotate(-1)
+                    continue
+                del self._lost_at[own]
                 self.in_use -= self.taken[own]
                 del self.taken[own]
             self.lost.popleft()

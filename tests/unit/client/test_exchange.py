@@ -132,6 +132,18 @@ def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.Monkey
 # --- slots ------------------------------------------------------------------------------------
 
 
+def test_lost_slots_of_a_client_that_is_never_quiet_are_bounded(bench: Bench) -> None:
+    exchange = bench.exchange
+    under_way = bench.submit()
+    for seq in range(1, 50):
+        exchange.take(1024)  # nothing refers to it: as if an interrupt had come
+        following = bench.submit()
+        bench.answer(seq)
+        assert exchange.wait(under_way, 1.0)
+        under_way = following
+        assert exchange._pool.in_use <= 4 * 1024
+
+
 def test_slots_are_aligned_and_never_share_bytes(bench: Bench) -> None:
     slots = [bench.exchange.take(n) for n in (1, 64, 65, 1000, 8, 300_000, 2_000_000, 1)]
     places = sorted((slot.arena, slot.offset, slot.offset + slot.bytes.size) for slot in slots)

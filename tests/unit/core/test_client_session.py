@@ -242,15 +242,22 @@ def test_arena_that_no_slot_is_taken_in_can_be_dropped() -> None:
 
 
 def test_slot_that_nothing_refers_to_is_free_again_when_no_request_speaks_of_it() -> None:
+    """Also of a client that never is without an unanswered request."""
     pool = SlotPool(At)
-    pool.add_arena(1, 0, 128)
-    first, second = take(pool, 64), take(pool, 64)
+    pool.add_arena(1, 0, 192)
+    first, second, third = (take(pool, 64) for _ in range(3))
     del first
-    pool.reclaim(quiet=False)
-    assert (pool.take(64), pool.in_use) == (None, 128)
-    pool.reclaim(quiet=True)
+    pool.reclaim(oldest=5, last=7)
+    del second
+    for oldest in (6, 7):
+        pool.reclaim(oldest=oldest, last=oldest + 2)
+        assert (pool.take(64), pool.in_use) == (None, 192)
+    pool.reclaim(oldest=8, last=10)
+    assert (pool.in_use, len(pool.lost)) == (128, 1)
+    pool.reclaim(oldest=9, last=11)
     assert (pool.in_use, len(pool.lost)) == (64, 0)
-    assert (take(pool, 64).place, second.place) == ((1, 0), (1, 64))
+    again = take(pool, 64), take(pool, 64)
+    assert ({each.place for each in again}, third.place) == ({(1, 0), (1, 64)}, (1, 128))
 
 
 def test_free_slots_that_are_cut_anew_count_as_lost_no_longer_than_until_the_next_look() -> None:
@@ -259,7 +266,7 @@ def test_free_slots_that_are_cut_anew_count_as_lost_no_longer_than_until_the_nex
     pool.give_back([take(pool, 64)])
     large = take(pool, 128)
     assert len(pool.lost) == 1
-    pool.reclaim(quiet=False)
+    pool.reclaim(oldest=1, last=1)
     assert (pool.in_use, len(pool.lost)) == (128, 0)
     pool.give_back([large])
     assert pool.in_use == 0
