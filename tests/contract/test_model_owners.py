@@ -330,6 +330,74 @@ def test_replaced_parameter_warns(make_cluster: MakeCluster) -> None:
     assert len(warned) == 1
 
 
+@pytest.mark.filterwarnings("ignore:parameter 'head.0.weight' .and 3 more. is stepped by")
+@pytest.mark.parametrize("how", ["left alone", "adopted"])
+def test_module_that_is_replaced_is_in_the_result_as_the_model_has_it(
+    make_cluster: MakeCluster, how: str
+) -> None:
+    def training(victim: int | None) -> Train:
+        def train(worker: ps.Worker) -> State:
+            model, start = two_layers(), worker.clock
+            model["head"] = nn.Sequential(model["head"], nn.BatchNorm1d(1))
+            new = filled(nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)))
+            if start > 2 and how == "left alone":
+                model["head"] = new
+            optimizers = [worker.optimizer(model, SGD(model.parameters(), lr=0.1))]
+            for number in range(start, 14):
+                dies(worker, victim, 12)
+                if number == max(start, 2):
+                    model["head"] = new
+                    if how == "adopted":
+                        head = SGD(new.parameters(), lr=0.1)
+                        optimizers.append(worker.optimizer(model, head, name="head"))
+                if how == "left alone" and number >= 2:
+                    with torch.no_grad():
+                        new[0].weight.mul_(0.9)
+                model.zero_grad()
+                loss_of(model, worker.rank, number).backward()
+                for each in optimizers:
+                    each.step()
+                if how == "adopted" and number == 4:
+                    found = read(clusters[-1])
+                    assert torch.equal(found["head.0.weight"], new[0].weight.detach())
+            return own(model)
+
+        return train
+
+    clusters = []
+    for victim in (None, 0):
+        clusters.append(make_cluster(workers=1, restarts=True, policy=ps.Sync()))
+        ranks = Ranks(clusters[-1], training(victim)).start(0)
+        ranks.end()
+        if victim is None:
+            expected = ranks.returned[0]
+        assert_equal(ranks.returned[0], expected)
+        found = read(clusters[-1])
+        assert_equal(
+            {name: found[name].to(each.dtype) for name, each in expected.items()}, expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("new", "has"), [(nn.Linear(4, 1), "another object"), (nn.Identity(), "no such name")]
+)
+def test_module_that_is_replaced_warns_once(
+    make_cluster: MakeCluster, new: nn.Module, has: str
+) -> None:
+    def train(worker: ps.Worker) -> None:
+        model = two_layers()
+        optimizer = worker.optimizer(model, SGD(model.parameters(), lr=0.01))
+        for _ in range(12):
+            model["head"] = new
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+
+    text = rf"'head.weight' \(and 1 more\) is stepped by.*{has}"
+    with pytest.warns(UserWarning, match=text) as warned:
+        ended(make_cluster, train, workers=1)
+    assert len(warned) == 1
+
+
 # --- layers that are trained later ----------------------------------------------------------------
 
 

@@ -168,7 +168,8 @@ def state_of(
     """A group's values, with what of it is not trained or lies in another group, and under all
     names; nothing if there is no such group.
 
-    Of a tensor that has been assigned and is trained since then, the trained value counts.
+    Of a tensor that has been assigned and is trained since then, the trained value counts; of one
+    that two groups have defined, as where its module was replaced, the later one's.
 
     Args:
         groups: all blocks, by group.
@@ -178,11 +179,16 @@ def state_of(
         return State()
     served = [block for block in groups.get(name, ()) if block.spec.rule is not None]
     assigned = [block for block in _of(name, groups) if block.spec.rule is None]
-    state = read(assigned) | _means(name, groups, read)
-    for link in _links_to(name, groups):
+    state = read(assigned) | _means(name, groups, read) | read(served)
+    last = {piece.name: block.id for block in served for piece in block.pieces}
+    for defined, link in _links_to(name, groups):
         values = read(_sources(link, groups))
-        state |= {mine: values[each] for mine, each in link.names.items() if each in values}
-    return with_aliases(state | read(served), _own(name, groups))
+        state |= {
+            mine: values[each]
+            for mine, each in link.names.items()
+            if each in values and defined > last.get(mine, -1)
+        }
+    return with_aliases(state, _own(name, groups))
 
 
 def _means(
@@ -348,10 +354,11 @@ def _own(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     return [*_of(name, groups), *_of_ranks(name, groups)]
 
 
-def _links_to(name: str, groups: Mapping[str, list[Block]]) -> list[Link]:
-    """Where tensors of this group's model lie in other groups, the latest last."""
+def _links_to(name: str, groups: Mapping[str, list[Block]]) -> list[tuple[int, Link]]:
+    """Where tensors of this group's model lie in other groups, the latest last, each with the id of
+    the block that it was told with."""
     blocks = sorted((each for blocks in groups.values() for each in blocks), key=lambda b: b.id)
-    return [link for block in blocks for link in block.spec.links if link.group == name]
+    return [(block.id, link) for block in blocks for link in block.spec.links if link.group == name]
 
 
 def _sources(link: Link, groups: Mapping[str, list[Block]]) -> list[Block]:
@@ -365,7 +372,7 @@ def _all_of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     """Every block that `state_of` reads for a group."""
     own = _own(name, groups)
     links = _links_to(name, groups) if own else []
-    sources = [block for link in links for block in _sources(link, groups)]
+    sources = [block for _, link in links for block in _sources(link, groups)]
     return list({block.id: block for block in (*own, *sources)}.values())
 
 

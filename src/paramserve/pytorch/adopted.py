@@ -400,6 +400,7 @@ class Adopted(ABC, Generic[B]):
 
     def _find_replacements(self) -> None:
         """Find parameters that the model has replaced: these change without a step from now on."""
+        self.names.follow()
         if self._taken is None:
             for slot in self._replacements.look():
                 self._changing.add(slot)

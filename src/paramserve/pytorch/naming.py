@@ -8,6 +8,8 @@ So what a compiled model was trained to fits the plain one, and the other way ro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -40,13 +42,16 @@ class Place(NamedTuple):
         return _joined(self.name, attribute), _joined(self.raw, attribute)
 
 
-class Slot(NamedTuple):
-    """Where a tensor is: looked up each time, since models replace their tensors."""
+@dataclass(eq=False)
+class Slot:
+    """Where a tensor is: looked up each time, since models replace their tensors, and modules: see
+    `Names.follow`."""
 
     name: str
     raw: str
     """Its name with the wrappers, as `model.state_dict()` has it."""
-    owner: Module
+    owner: Module | None
+    """None: the model has no such module any more."""
     attribute: str
 
     def value(self) -> Tensor | None:
@@ -92,19 +97,39 @@ class Names:
     Attributes:
         parameters: by name, tied ones by each of theirs, without rows of tables.
         buffers: the same.
+        looks: how often it was looked at.
     """
 
     def __init__(self, model: Module) -> None:
         self.model = model
         self.parameters: dict[str, Slot] = {}
         self.buffers: dict[str, Slot] = {}
+        self.looks = 0
         self._known: dict[int, tuple[Tensor, list[str]]] = {}
         """By identity; the tensors too, so that no other one gets the same."""
+        self._modules: list[Module | None] = []
+        """All but the model itself, as they were at the last look."""
+        self._holders: list[tuple[Mapping[str, Module | None], str]] = []
+        """Where each is: the modules of its parent, and the name there."""
         self.look()
 
+    def follow(self) -> None:
+        """Look again, if a module is no longer where it was. Cheap enough for a step."""
+        present = [modules.get(key) for modules, key in self._holders]
+        if not all(map(is_, present, self._modules)):
+            self.look()
+
     def look(self) -> None:
-        """Learn of tensors that are new in the model."""
-        for place in places(self.model):
+        """Learn of tensors that are new in the model, and of modules that others have replaced."""
+        self.looks += 1
+        found = list(places(self.model))
+        parents = [place.module._modules for place in found]
+        self._holders = [(modules, key) for modules in parents for key in modules]
+        self._modules = [module for modules in parents for module in modules.values()]
+        modules_now = {place.raw: place.module for place in found}
+        for slot in (*self.parameters.values(), *self.buffers.values()):
+            slot.owner = modules_now.get(slot.raw.rpartition(".")[0])
+        for place in found:
             module = place.module
             for kind, tensors in (
                 (self.parameters, module._parameters),
@@ -114,7 +139,8 @@ class Names:
                     if tensor is None or isinstance(tensor, Rows):
                         continue
                     name, raw = place.of(attribute)
-                    kind[name] = Slot(name, raw, module, attribute)
+                    slot = kind.setdefault(name, Slot(name, raw, module, attribute))
+                    slot.raw, slot.owner, slot.attribute = raw, module, attribute
                     _, names = self._known.setdefault(id(tensor), (tensor, []))
                     if name not in names:
                         names.append(name)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Module
 
 from paramserve.messages import Link
 
@@ -45,7 +46,8 @@ class Registry:
         self.optimizers: list[Adopted[Any]] = []
         self.begins = begins
         self._owners: dict[int, Owner] = {}
-        self._watched: set[tuple[int, str]] = set()
+        self._watched: dict[tuple[int, str], Module | None] = {}
+        """The modules, too, so that no other one gets the identity of one that was replaced."""
         self._replaced: set[tuple[int, str]] = set()
 
     @staticmethod
@@ -86,7 +88,7 @@ class Registry:
         """Those of these places that no optimizer before has looked after."""
         new = {(id(slot.owner), slot.attribute): slot for slot in slots}
         found = [slot for key, slot in new.items() if key not in self._watched]
-        self._watched |= new.keys()
+        self._watched |= {key: slot.owner for key, slot in new.items()}
         return found
 
     def links(
@@ -103,6 +105,7 @@ class Registry:
         found = []
         for other in self.optimizers:
             if other.group != group:
+                other.names.look()
                 pairs = {
                     theirs: name
                     for name, tensor in named.items()

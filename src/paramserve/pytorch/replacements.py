@@ -1,8 +1,9 @@
-"""Parameters that an optimizer steps, and in whose places the model has others by now."""
+"""Parameters that an optimizer steps, and in whose places the model has others by now: they were
+replaced, or the modules that they are in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class Replacements:
         """Those of them that the model had when it was looked through last."""
         self._places: list[tuple[Mapping[str, Any], str]] = []
         """Where: the parameters of a module, and the name there."""
+        self._looks = 0
+        """Of the names, when these places were found."""
 
     def watch(self, stepped: Iterable[tuple[str, Tensor]]) -> None:
         """What is looked at from now on: all that the optimizer steps, by name."""
@@ -40,33 +43,40 @@ class Replacements:
         self._remember()
 
     def _remember(self) -> None:
-        slots = self._names.parameters
+        slots, self._looks = self._names.parameters, self._names.looks
         known = [(slots[n], p) for n, p in self._stepped if n in slots and n not in self.slots]
         self._params = [param for _, param in known]
-        self._places = [(slot.owner._parameters, slot.attribute) for slot, _ in known]
+        self._places = [
+            (slot.owner._parameters if slot.owner is not None else {}, slot.attribute)
+            for slot, _ in known
+        ]
 
     def look(self) -> list[Slot]:
-        """Those that were replaced since the last look, with a warning. Cheap enough for a step."""
-        present = [module.get(name) for module, name in self._places]
-        if all(map(is_, present, self._params)):
-            return []
+        """Those that were replaced since the last look, with a warning. Cheap enough for a step,
+        where the names follow the model."""
+        if self._looks == self._names.looks:
+            present = [module.get(name) for module, name in self._places]
+            if all(map(is_, present, self._params)):
+                return []
         new = []
         for name, param in self._stepped:
             slot = self._names.parameters.get(name)
-            value = slot.value() if slot is not None else param
-            if slot is not None and value is not param and name not in self.slots:
+            if slot is not None and slot.value() is not param and name not in self.slots:
                 self.slots[name] = slot
                 new.append(slot)
-                self._warn(name, value)
         self._remember()
+        for gone in (False, True):
+            if names := [slot.name for slot in new if (slot.value() is None) == gone]:
+                self._warn(names, gone)
         return new
 
-    def _warn(self, name: str, value: Tensor | None) -> None:
-        has = "another object under its name" if value is not None else "no such name any more"
-        taken = "the model's own value at the end" if value is not None else "its last value"
+    def _warn(self, names: Sequence[str], gone: bool) -> None:
+        more = f" (and {len(names) - 1} more)" if names[1:] else ""
+        has = "no such name any more" if gone else "another object under its name"
+        values = "its last value" if gone else "the model's own value at the end"
         warn_user(
-            f"parameter {name!r} is stepped by optimizer {self._group!r}, and the model has "
-            f"{has}: the steps change the model there no more, and the result has {taken}. To "
+            f"parameter {names[0]!r}{more} is stepped by optimizer {self._group!r}, and the model "
+            f"has {has}: the steps change the model there no more, and the result has {values}. To "
             "keep it trained, write into the parameter before worker.optimizer(...), and do "
-            "not replace it"
+            "not replace it or its module"
         )
