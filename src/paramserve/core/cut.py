@@ -20,7 +20,8 @@ its way. Those reports need a memory only where something was unanswered at the 
 shards let go of it together, after a cut that has the client's end on all of them
 (`CutOver.over`). A client that stands still with some of its requests on some shards only is waited
 for in the longest attempt, once; then the cut is taken without that request, and it is named
-(`CutOver.torn`). One that has ended so is forgotten with a whole cut, which names it.
+(`CutOver.torn`). One that has ended so is forgotten with a whole cut, which names it; where that is
+for a checkpoint, when the checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ class CutAgreement:
         self._late: dict[tuple[int, int], int] = {}
         """Of shard 0: by client and shard, its number there, where the longest attempt has waited
         in vain for what other shards had of it, and nothing has come since."""
+        self._unequal: tuple[int, Set[int]] = 0, frozenset()
+        """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
         self._told: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
         self._number = 0
@@ -234,8 +237,12 @@ class CutAgreement:
             ask = CutAsk(0, 0, (), True, checkpoint=checkpoint, full=full)
             self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
 
-    def end_checkpoint(self, checkpoint: int) -> None:
-        """Let go of the cut for a checkpoint, or take none for it any more."""
+    def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
+        """Let go of the cut for a checkpoint, or take none for it any more; forget who has ended
+        and is named in it, if it is committed."""
+        if committed and checkpoint == self._unequal[0]:
+            for client in self._unequal[1]:
+                self._sessions.closed.pop(client, None)
         for number in [n for n, part in self.kept.items() if part.checkpoint == checkpoint]:
             self.let_go(number)
         waiting = [each for each in self._wanted if each.ask.checkpoint != checkpoint]
@@ -295,7 +302,7 @@ class CutAgreement:
         torn = _torn(list(leading.parts.values()))
         over = _over(list(leading.told.values()))
         if not leading.wanted.ask.whole:
-            over -= set(torn)  # a checkpoint is to name them
+            over -= set(torn)  # a whole one is to name them
         self._leading = None
         session = leading.wanted.session
         read = session is None or session.client in self._sessions.by_client
@@ -512,13 +519,18 @@ class CutAgreement:
     def _on_over(self, message: CutOver) -> None:
         if self._asked is not None and self._asked.number == message.number:
             self._go_on()
-        for client in message.over:
-            self._sessions.closed.pop(client, None)
         part = self.kept.get(message.number)
+        named = set(message.torn).intersection(message.over)
+        if part is not None and not part.checkpoint:
+            named.clear()  # the cut itself names them, and no manifest
+        for client in set(message.over) - named:
+            self._sessions.closed.pop(client, None)
         if part is None:
             return
         if message.complete:
             part.complete, part.torn = True, message.torn
+            if part.checkpoint:
+                self._unequal = part.checkpoint, named
             for group in part.versions if part.snapshot else ():
                 if group in self._groups:
                     self._groups[group].state.keep_snapshot(message.version, part.values)

@@ -126,6 +126,13 @@ class EnterGroups(Struct, frozen=True):
     groups: tuple[int, ...]
 
 
+class Counted(Struct, frozen=True):
+    """A clock was decided with a step of a client that has ended since: it is in cuts."""
+
+    client: int
+    seq: int
+
+
 class LookAgain(Struct, frozen=True):
     """Execute the waiting requests of a group again: something has changed that they wait for."""
 
@@ -142,7 +149,7 @@ class GoOn(Struct, frozen=True):
     """Execute what waits behind a cut, as far as it is allowed now."""
 
 
-GroupEffect = Reply | Send | EnterGroups | LookAgain | Tell | GoOn
+GroupEffect = Reply | Send | EnterGroups | Counted | LookAgain | Tell | GoOn
 """What the machine of a group, or a cut, asks of its shard."""
 
 

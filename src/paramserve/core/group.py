@@ -20,7 +20,7 @@ from paramserve.consistency.base import ADMIT, Admit, Pull, Wait, new_pull
 from paramserve.core import collecting, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
-from paramserve.core.events import GroupEffect, LookAgain, Reply, Send
+from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
@@ -689,8 +689,10 @@ class GroupMachine:
                 self.membership.enter_others(each.session.rank, each.session.client)
         for each in collected:
             session = each.session
-            if session.held is None:
-                continue  # Its client has ended.
+            if session.held is None:  # its client has ended
+                if session.fenced_by is None or session.client in commit.contributors:
+                    self._outbox.append(Counted(session.client, each.step.seq))
+                continue
             answer = self._after_commit(commit, each, session.held, failure)
             self._outbox.append(Reply(session, self._with_news(session, answer)))
         self._settle()

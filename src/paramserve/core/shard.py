@@ -27,6 +27,7 @@ from paramserve.core.events import (
     ClientBye,
     ClientGone,
     ClientHere,
+    Counted,
     CutWanted,
     DeadlineReached,
     Effects,
@@ -198,7 +199,7 @@ class Shard:
                 elif not self.cuts.under_way:
                     self.cuts.want((), True, None, now)
             case CheckpointEnded(checkpoint, committed):
-                self.cuts.end_checkpoint(checkpoint)
+                self.cuts.end_checkpoint(checkpoint, committed=committed)
                 for block in self.blocks.values():
                     if isinstance(block, KeyedBlock) and block.changes is not None:
                         block.changes.over(checkpoint, committed=committed)
@@ -271,6 +272,8 @@ class Shard:
                     for number in groups if own else ():
                         if number in self.groups:
                             self.groups[number].join_rank(rank, client, seq, self._now)
+                case Counted(client, seq):
+                    self.sessions.count_ended(client, seq)
                 case LookAgain(number):
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():

@@ -350,6 +350,11 @@ class Sessions:
         self.members[session.rank] = structs.replace(member, client=client, state="left")
         return True
 
+    def count_ended(self, client: int, seq: int) -> None:
+        """A client that has ended has had this effect since, as it had before on other shards."""
+        if client in self.closed:
+            self.closed[client] = max(seq, self.closed[client])
+
     def expired(self, now: float) -> list[int]:
         """Clients that are no live workers, and have had no connection for `SESSION_KEEP_S`."""
         return [

@@ -167,7 +167,8 @@ class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
     """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
     ended, or stood still, while they were sending, so that the shards have them up to different
     numbers. `version`: of a snapshot, the group's on shard 0. `over`: clients whose sessions have
-    ended on every shard: they are remembered no longer."""
+    ended on every shard: they are remembered no longer; those that are torn, until the checkpoint
+    is committed that the cut is for."""
 
     number: int
     complete: bool

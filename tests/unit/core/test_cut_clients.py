@@ -6,9 +6,10 @@ import pytest
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
-from paramserve.consistency.built_in import Async
+from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import cut, shard_sessions
 from paramserve.core.events import (
+    CheckpointEnded,
     ClientBye,
     ClientGone,
     ClientHere,
@@ -16,7 +17,7 @@ from paramserve.core.events import (
     DeadlineReached,
     FromShard,
 )
-from paramserve.messages import CutDone, CutTaken
+from paramserve.messages import Commit, CutDone, CutTaken
 
 READERS = range(10, 16)
 
@@ -39,6 +40,12 @@ def deliver(one: Rig, notices: list[object]) -> list[object]:
         shard, message = one.wire.pop(0)
         notices += one.happen(FromShard(message), shard).notices
     return notices
+
+
+def end_checkpoint(one: Rig, number: int, *, committed: bool) -> None:
+    for shard in range(2):
+        one.happen(CheckpointEnded(number, committed), shard)
+    one.deliver()
 
 
 def numbers(one: Rig, client: int) -> list[int | None]:
@@ -144,6 +151,32 @@ def test_client_without_a_link_to_one_shard_is_not_waited_for_there() -> None:
     assert taken.torn == (B,)
 
 
+def test_client_that_ended_around_a_commit_has_its_step_on_all_shards_and_is_not_named() -> None:
+    """The lead has decided its last step before its goodbye, the other shard behind that."""
+    one = Rig(Sync(), shards=2, workers=2)
+    for rank, client in enumerate((A, B)):
+        one.join(client, rank)
+    one.define(A, block_spec((1,), (1,), cuts=range(3)))
+    for client in (A, B):
+        for shard in range(2):
+            one.step(client, {0: [1.0]}, shard=shard)
+    commits = []
+    while one.wire:
+        shard, message = one.wire.pop(0)
+        if isinstance(message, Commit) and shard != cut.LEAD:
+            commits.append((shard, message))
+        else:
+            one.happen(FromShard(message), shard)
+    for shard in range(2):
+        one.happen(ClientBye(B), shard)
+    assert [shard.sessions.closed[B] for shard in one.shards] == [1, 0]
+    one.wire += commits
+    one.deliver()
+    (taken,) = begin(one)
+    assert isinstance(taken, CutTaken)
+    assert (taken.failed, taken.torn, numbers(one, B)) == ("", (), [1, 1])
+
+
 def ended_between_two_sends() -> Rig:
     """A client that has ended with its push on one shard only."""
     one = two_shards()
@@ -154,11 +187,19 @@ def ended_between_two_sends() -> Rig:
     return one
 
 
-def test_client_that_ended_unequal_is_named_in_one_checkpoint_and_forgotten_on_all_shards() -> None:
+@pytest.mark.parametrize("given_up", [0, 1])
+def test_client_that_ended_unequal_is_named_in_one_checkpoint_and_forgotten_on_all_shards(
+    given_up: int,
+) -> None:
     one = ended_between_two_sends()
+    for _ in range(given_up):  # its files could not be written: no manifest names the client
+        (first,) = begin(one, 3)
+        end_checkpoint(one, 3, committed=False)
     (first,) = begin(one)
     assert isinstance(first, CutTaken)
     assert (first.torn, numbers(one, B)) == ((B,), [1, 0])
+    assert [shard.sessions.closed for shard in one.shards] == [{B: 1}, {B: 0}]
+    end_checkpoint(one, 1, committed=True)
     assert [shard.sessions.closed for shard in one.shards] == [{}, {}]
     (second,) = begin(one, 2)
     assert isinstance(second, CutTaken)
