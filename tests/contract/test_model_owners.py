@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam
 import paramserve as ps
 from paramserve.launch.reading import Reader
 from paramserve.pytorch import Embedding, changing
+from paramserve.pytorch.served import Served
 
 State = dict[str, torch.Tensor]
 Train = Callable[[ps.Worker], Any]
@@ -560,6 +561,26 @@ def adopted_before_more_is_added(worker: ps.Worker, at: Callable[[int], None]) -
     return own(model)
 
 
+def layers_removed(worker: ps.Worker, at: Callable[[int], None]) -> State:
+    """Layers with buffers, and one that no optimizer is given, are removed at a step."""
+    model, begin = three_layers(), worker.clock
+    for name in ("old", "norm") if begin <= 2 else ("norm",):
+        model[name] = nn.BatchNorm1d(1, affine=False)
+    if begin > 2:
+        del model["extra"]
+    params = [*model["body"].parameters(), *model["head"].parameters()]
+    optimizer = worker.optimizer(model, SGD(params, lr=0.1))
+    for number in range(begin, STEPS):
+        at(number)
+        if number == 2:
+            del model["extra"], model["old"]
+        optimizer.zero_grad()
+        loss = loss_of(model, worker.rank, number)
+        (loss + model["norm"](model["body"](torch.ones(2, 3))[:, :1]).sum()).backward()
+        optimizer.step()
+    return own(model)
+
+
 def steps_of_a_table_only(worker: ps.Worker, at: Callable[[int], None]) -> State:
     """A layer that no optimizer is given requires gradients from a clock on."""
     model = two_layers()
@@ -579,15 +600,14 @@ def steps_of_a_table_only(worker: ps.Worker, at: Callable[[int], None]) -> State
 
 
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
-@pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained 'body")
-@pytest.mark.filterwarnings("ignore:rank . came to a run whose optimizer 'model' has trained '.ext")
+@pytest.mark.filterwarnings("ignore:buffer '.*' is no longer in the model")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "program",
     [
         *(unfrozen_before, frozen_again_before_more, adopted_after_a_replacement),
         *(frozen_outside_the_model, added_right_behind_the_adoption, adopted_before_more_is_added),
-        steps_of_a_table_only,
+        *(layers_removed, steps_of_a_table_only),
     ],
 )
 def test_rank_that_came_back_takes_the_blocks_as_the_servers_have_them(
@@ -791,6 +811,44 @@ def test_rank_that_came_back_writes_for_all_optimizers_behind_a_step_of_one(
 
 
 # --- the optimizer's state ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 2], ids=["at adoption", "later"])
+def test_state_that_is_loaded_is_there_after_a_death_before_it_was_stored(
+    make_cluster: MakeCluster, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, store = list[int](), Served._store
+
+    def dies_in_a_call(served: Served, *args: Any) -> None:
+        calls.extend([1] * (served._worker.rank == 0))
+        if served._worker.rank == 0 and len(calls) == nth:
+            served._worker.client.drain()
+            raise Killed
+        store(served, *args)
+
+    def momentum(factor: float) -> tuple[nn.Module, SGD]:
+        model = two_layers()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, factor)
+        return model, optimizer
+
+    def train(worker: ps.Worker) -> State:
+        model, loaded = momentum(1.0)
+        optimizer = worker.optimizer(model, loaded)
+        optimizer.load_state_dict(momentum(2.0)[1].state_dict())
+        for number in range(worker.clock, 2):
+            optimizer.zero_grad()
+            loss_of(model, worker.rank, number).backward()
+            optimizer.step()
+        return own(model)
+
+    expected = ended(make_cluster, train)[1].returned
+    monkeypatch.setattr(Served, "_store", dies_in_a_call)
+    _, ranks = ended(make_cluster, train)
+    assert ranks.restarts == [0]
+    assert_equal(ranks.returned[0], expected[0])
+    assert_equal(ranks.returned[1], expected[0])
 
 
 def test_state_that_is_loaded_after_adoption_is_not_loaded_by_a_worker_that_comes_back(

@@ -20,12 +20,7 @@ from paramserve.config import BUFFERS
 from paramserve.errors import ParamServeError, warn_user
 from paramserve.messages import VALUE
 from paramserve.observe.history import History, StepRecord
-from paramserve.pytorch.block import (
-    AdoptedBlock,
-    Layout,
-    lay_out,
-    sharing,
-)
+from paramserve.pytorch.block import AdoptedBlock, Layout, Sample, lay_out, sharing
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.changing import Changing
 from paramserve.pytorch.codecs import CodecsByName, split_by_codec
@@ -126,7 +121,10 @@ class Adopted(ABC, Generic[B]):
         self._clocked = settings.name
         """The group whose clock its steps count."""
         self._not_trained: list[str] = []
-        """What the group trained when this worker came late, and this worker did not."""
+        """What the group trained when this worker came late, and this worker's optimizer was not
+        given."""
+        self._at_rest: dict[str, tuple[Tensor, Sample]] = {}
+        """What it was given then, and had frozen: the values, for the first steps."""
         self._replacements = Replacements(self.names, settings.name)
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
@@ -358,7 +356,7 @@ class Adopted(ABC, Generic[B]):
         for the optimizers that are adopted next.
 
         Returns:
-            The names of what the group has trained before, and is not trained here at present.
+            The names.
         """
         mine = {
             slot.name: param
@@ -366,25 +364,33 @@ class Adopted(ABC, Generic[B]):
             if self._registry.owner(param) is None
         }
         parts = [part.layout for part in self._parts if self._existing.has(part.layout.names)]
-        frozen = [name for name, param in _named(parts) if is_frozen(param)]
+        self._at_rest = {name: (p, Sample([p])) for name, p in _named(parts) if is_frozen(p)}
+        for _, sample in self._at_rest.values():
+            sample.take()
         taken = self._existing.take(mine)
         self._registry.own(self.group, ((name, mine[name]) for name in taken))
-        return [*taken, *frozen]
+        return taken
 
     def _warn_not_trained(self) -> None:
-        """Warn, at the first step, where this worker does not train what its group has trained."""
-        slots, given = self.names.parameters, dict(_named([each.layout for each in self._parts]))
-        params = {  # one outside the model has no slot there
-            name: slots[name].value() if name in slots else given.get(name)
-            for name in self._not_trained
-        }
-        left = [
-            name
-            for name, param in params.items()
-            if param is not None and (is_frozen(param) or not self._is_stepped(param))
-        ]
+        """Warn, at the first step, of what the group has trained and this worker does not have."""
+        found = {name: self.names.parameters[name].value() for name in self._not_trained}
         self._not_trained = []
-        if left:
+        self._warn_of(
+            name
+            for name, param in found.items()
+            if param is not None and (is_frozen(param) or not self._is_stepped(param))
+        )
+
+    def _find_trained(self) -> None:
+        """Warn, after one of the first steps, of what is frozen here and trained by others."""
+        frozen = {name: sample for name, (p, sample) in self._at_rest.items() if is_frozen(p)}
+        changed = [name for name, sample in frozen.items() if sample.changed()]
+        if changed or self._steps >= BUFFERS_EVERY:
+            self._at_rest = {}
+        self._warn_of(changed)
+
+    def _warn_of(self, names: Iterable[str]) -> None:
+        if left := list(names):
             shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
             warn_user(
                 f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} has "
@@ -651,6 +657,7 @@ class Adopted(ABC, Generic[B]):
 
     def take(self) -> None:
         """Take the servers' present values."""
+        self._at_rest = {}
         if self._parts:
             self._pull(self._parts)
 
@@ -695,6 +702,8 @@ class Adopted(ABC, Generic[B]):
         self._install(outcome)
         ticket.release()
         del self._sent[0]
+        if self._at_rest:
+            self._find_trained()
 
     def _warn_of_nonfinite(self) -> None:
         """Tell of steps in a row that were skipped for NaN or Inf: once for all ranks, where each

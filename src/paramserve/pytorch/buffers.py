@@ -16,7 +16,7 @@ A dtype that the servers do not hold travels as a wider one that holds each of i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,8 +56,12 @@ _HELD_AS = {
 class _Kept(NamedTuple):
     block: Block
     dtype: torch.dtype
-    sources: list[Slot]
+    sources: Sequence[Slot | None]
+    """Of each piece; None: this model has it not."""
     often: bool
+
+    def present(self) -> list[Slot]:
+        return [source for source in self.sources if source is not None]
 
 
 class Untrained:
@@ -136,9 +140,9 @@ class Untrained:
         """
         self._links = links
         there = existing.of(self._group)
-        for block in there:
-            self._find(block)
-        known = {source.name for kept in self._kept for source in kept.sources}
+        for nth, block in enumerate(there):
+            self._find(block, nth)
+        known = self._known()
         complete = existing.stepped and (there or not define)
         rest = [
             (slot, is_buffer)
@@ -149,27 +153,42 @@ class Untrained:
         for often in (False, True):
             chosen = [slot for slot, is_buffer in rest if is_buffer == often]
             for sources, dtype in _by_dtype(chosen):
-                self._kept.append(self._begin(sources, dtype, often, define=define))
+                nth = max(len(there), len(self._kept))
+                if define:
+                    block = self._define(sources, dtype, nth)
+                else:
+                    shapes = {each.name: tuple(each.tensor().shape) for each in sources}
+                    block = self._await(shapes, dtype, nth)
+                self._kept.append(_Kept(block, dtype, sources, often))
         if self._kept and take:
             self._take(take)
 
-    def _find(self, block: Block) -> None:
+    def _known(self) -> set[str]:
+        return {source.name for kept in self._kept for source in kept.present()}
+
+    def _find(self, block: Block, nth: int) -> None:
         """Keep a block that is there, if this model has any of it.
 
         Raises:
-            DefineMismatch: this model has not all of it, or with another shape or dtype.
+            DefineMismatch: this model has a tensor of it with another shape or dtype.
         """
         slots = self._names.parameters | self._names.buffers
-        sources = [slots[each.name] for each in block.pieces if each.name in slots]
-        for source in sources:
+        found = (slots.get(each.name) for each in block.pieces)
+        sources = [
+            each if each is not None and each.value() is not None else None for each in found
+        ]
+        present = [source for source in sources if source is not None]
+        shapes = {each.name: each.shape for each in block.pieces}
+        for source in present:
             _check(source.name, source.tensor())
-        for present, dtype in _by_dtype(sources):
-            often = present[0].name in self._names.buffers
-            self._kept.append(self._begin(present, dtype, often, define=False))
+            shapes[source.name] = tuple(source.tensor().shape)
+        for slots_of, dtype in _by_dtype(present):
+            often = slots_of[0].name in self._names.buffers
+            self._kept.append(_Kept(self._await(shapes, dtype, nth), dtype, sources, often))
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep frozen parameters that turned out to change. Rank 0 calls it."""
-        known = {source.name for kept in self._kept for source in kept.sources}
+        known = self._known()
         new = [each for each in slots if each.name not in known and _is_held(each.present())]
         for sources, dtype in _by_dtype(new):
             values = _values(sources, dtype)
@@ -188,37 +207,25 @@ class Untrained:
         if self._own_group and not self._own:
             for kept in self._kept:
                 if kept.often and kept.dtype.is_floating_point:
-                    values = _values(kept.sources, kept.dtype)
+                    values = _values(kept.present(), kept.dtype)
                     block = self._client.define(values, rule=None, group=self._own_group)
-                    self._own.append(kept._replace(block=block))
+                    self._own.append(kept._replace(block=block, sources=kept.present()))
         for kept in self._own:
             self._assign(kept, last=last)
 
-    def _begin(
-        self, sources: list[Slot], dtype: torch.dtype, often: bool, *, define: bool
-    ) -> _Kept:
+    def _define(self, sources: Sequence[Slot], dtype: torch.dtype, nth: int) -> Block:
         values = _values(sources, dtype)
-        nth = len(self._kept)
-        shapes = {name: value.shape for name, value in values.items()}
-        if define:
-            block = self._client.define(
-                values,
-                rule=None,
-                group=self._group,
-                nth=nth,
-                aliases=self._names.aliases(values),
-                links=self._links,
-            )
-            self._links = ()
-        else:
-            block = self._client.directory.await_block(
-                shapes,
-                dtype=next(iter(values.values())).dtype,
-                rule=None,
-                group=self._group,
-                nth=nth,
-            )
-        return _Kept(block, dtype, sources, often)
+        aliases, links = self._names.aliases(values), self._links
+        self._links = ()
+        return self._client.define(
+            values, rule=None, group=self._group, nth=nth, aliases=aliases, links=links
+        )
+
+    def _await(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, nth: int) -> Block:
+        kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        return self._client.directory.await_block(
+            shapes, dtype=kind, rule=None, group=self._group, nth=nth
+        )
 
     def _take(self, names: Container[str]) -> None:
         blocks = [kept.block for kept in self._kept]
@@ -229,7 +236,9 @@ class Untrained:
                 shapes = [piece.shape for piece in kept.block.pieces]
                 views = split(torch.from_numpy(values[kept.block.id]), shapes)
                 for source, view in zip(kept.sources, views, strict=True):
-                    if source.name in names and not self._elsewhere(source.value()):
+                    if source is None or source.name not in names:
+                        continue
+                    if not self._elsewhere(source.value()):
                         source.tensor().copy_(view)
         ticket.release()
 
@@ -246,22 +255,23 @@ class Untrained:
         """
         for kept in self._kept:
             whole = kept.often or everything
-            if whole or any(source.name in changing for source in kept.sources):
+            if whole or any(source.name in changing for source in kept.present()):
                 self._assign(kept, last=everything, only=None if whole else changing)
 
     def check_shapes(self) -> None:
         """Raises what `assign` raises, before anything is assigned."""
         for kept in self._kept:
             for source, piece in zip(kept.sources, kept.block.pieces, strict=True):
-                tensor = source.present() if kept.often else None
-                if tensor is not None and tuple(tensor.shape) != piece.shape:
+                tensor = source.present() if kept.often and source is not None else None
+                if source is not None and tensor is not None and tensor.shape != piece.shape:
                     raise _grown(source, tensor, piece.shape)
 
     def _assign(self, kept: _Kept, *, last: bool, only: Container[str] | None = None) -> None:
         parts, present = [], []
         for index, (source, piece) in enumerate(zip(kept.sources, kept.block.pieces, strict=True)):
-            tensor = source.present()
-            if self._elsewhere(source.value()) or not (only is None or source.name in only):
+            tensor = source.present() if source is not None else None
+            chosen = source is not None and (only is None or source.name in only)
+            if source is None or not chosen or self._elsewhere(source.value()):
                 pass
             elif tensor is None:
                 self._warn(source, "is no longer in the model")

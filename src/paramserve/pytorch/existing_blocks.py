@@ -47,6 +47,14 @@ class ExistingBlocks:
         resumed = self._client.steps.resumed
         return self._late and any(resumed.get(group, 0) for group in self._stepped)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no rank had made a step of the group when this one joined: what its older
+        incarnation has written, or not any more, can be written again."""
+        reports = (each for beat in self._client.connection.found for each in beat.groups)
+        mine = [each for each in reports if each.name == self._group]
+        return not any(clock for each in mine for _, clock in (*each.clocks, *each.left))
+
     def step_with(self, groups: Iterable[str]) -> None:
         """The optimizer steps these tables' groups, too, or has none but these."""
         self._stepped.update(groups)

@@ -77,10 +77,11 @@ class Served(Adopted[ServedBlock]):
             if any(param in state for param in plan.layout.params)
         }
         parts = super()._define(plans)
+        anew = self._existing.untouched  # rank 0 may have died between defining and storing
         new = [
             part
             for part in parts
-            if part.layout.names in fields and not self._existing.has(part.layout.names)
+            if part.layout.names in fields and (anew or not self._existing.has(part.layout.names))
         ]
         self._store(new, [fields[part.layout.names] for part in new])
         for part in parts:
@@ -255,7 +256,8 @@ class Served(Adopted[ServedBlock]):
             torch_state.prepare(part.layout, rule, state)
             for part, rule in self._rules_of_state(groups)
         ]
-        if not self._registry.begins:  # before its first step a restarted worker has theirs
+        # Before its first step a restarted worker has theirs.
+        if not self._registry.begins or self._existing.untouched:
             self._store(self._parts, fields)
         self._keep_unserved_state(state)
 
