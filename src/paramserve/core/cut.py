@@ -308,12 +308,13 @@ class CutAgreement:
         read = session is None or session.client in self._sessions.by_client
         part = self.kept.get(message.number)
         version = sum(part.versions.values()) if part is not None and part.snapshot else 0
-        end = CutOver(message.number, read, torn, version, tuple(sorted(over)))
+        checkpoint = leading.wanted.ask.checkpoint
+        end = CutOver(message.number, read, torn, version, tuple(sorted(over)), checkpoint)
         self._outbox.extend(Send(shard, end) for shard in range(self._shards))
         if session is not None and session.done is not None:
             answer = Answer(Done(session.done.seq, taken=message.number))
             self._outbox.append(Reply(session, answer))
-        if leading.wanted.ask.checkpoint and part is not None:
+        if checkpoint and part is not None:
             if _same_rows(leading):
                 left_out = self._named({client for client, _ in self._late})
                 self._tell(_taken(leading, part, torn, left_out))
@@ -519,18 +520,17 @@ class CutAgreement:
     def _on_over(self, message: CutOver) -> None:
         if self._asked is not None and self._asked.number == message.number:
             self._go_on()
-        part = self.kept.get(message.number)
-        named = set(message.torn).intersection(message.over)
-        if part is not None and not part.checkpoint:
-            named.clear()  # the cut itself names them, and no manifest
-        for client in set(message.over) - named:
+        over = set(message.over)
+        if message.checkpoint:  # its manifest is to name them
+            self._unequal = message.checkpoint, over.intersection(message.torn)
+            over -= self._unequal[1]
+        for client in over:
             self._sessions.closed.pop(client, None)
+        part = self.kept.get(message.number)
         if part is None:
             return
         if message.complete:
             part.complete, part.torn = True, message.torn
-            if part.checkpoint:
-                self._unequal = part.checkpoint, named
             for group in part.versions if part.snapshot else ():
                 if group in self._groups:
                     self._groups[group].state.keep_snapshot(message.version, part.values)

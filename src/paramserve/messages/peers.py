@@ -167,14 +167,15 @@ class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
     """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
     ended, or stood still, while they were sending, so that the shards have them up to different
     numbers. `version`: of a snapshot, the group's on shard 0. `over`: clients whose sessions have
-    ended on every shard: they are remembered no longer; those that are torn, until the checkpoint
-    is committed that the cut is for."""
+    ended on every shard: they are remembered no longer. `checkpoint`: that the cut is for, or 0:
+    those of `over` that are torn are remembered until it is committed."""
 
     number: int
     complete: bool
     torn: tuple[int, ...] = ()
     version: int = 0
     over: tuple[int, ...] = ()
+    checkpoint: int = 0
 
 
 CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver
