@@ -186,8 +186,11 @@ for path in sys.argv[1:]:
 @pytest.mark.parametrize(
     "page",
     [
-        *(README, GUIDE, TABLES, NOTEBOOKS, RECOMMENDERS, CHECKPOINTS, METRICS, RECIPES),
-        *(pytest.param(page, marks=pytest.mark.slow) for page in (CONVERT, COMPRESSION)),
+        *(README, GUIDE, CHECKPOINTS, METRICS, RECIPES),
+        *(
+            pytest.param(page, marks=pytest.mark.slow)
+            for page in (CONVERT, COMPRESSION, NOTEBOOKS, RECOMMENDERS, TABLES)
+        ),
     ],
     ids=lambda page: page.stem,
 )

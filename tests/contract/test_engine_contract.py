@@ -503,8 +503,8 @@ def until_states(job: ps.Job, *states: str) -> None:
     ("engine", "policy"),
     [
         ("Local", "Sync"),
-        ("Local", "Async"),
-        ("Local", "BoundedStaleness"),
+        pytest.param("Local", "Async", marks=pytest.mark.slow),
+        pytest.param("Local", "BoundedStaleness", marks=pytest.mark.slow),
         pytest.param("OnRay", "Async", marks=pytest.mark.slow),
     ],
     indirect=["engine"],

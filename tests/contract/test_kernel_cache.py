@@ -73,13 +73,7 @@ class Package:
     """A copy of the package, with a kernel whose helper stands in another file."""
 
     def __init__(self, folder: Path) -> None:
-        source = Path(paramserve.__file__).parent
-        shutil.copytree(
-            source, folder / "paramserve", ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
-        )
         self.folder, self.rules = folder, folder / "paramserve" / "rules"
-        (self.rules / "doubling.py").write_text(HELPER)
-        (self.rules / "helped.py").write_text(KERNEL)
 
     def run(self, program: str = PROGRAM, **environment: str) -> tuple[float, bool]:
         """What the kernel makes of 1, and whether it was compiled for that."""
@@ -105,11 +99,23 @@ class Package:
         return sorted((self.rules / "__pycache__").glob("helped.scale-*"))
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Package:
-    made = Package(tmp_path)
+@pytest.fixture(scope="module")
+def compiled_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    made = Package(tmp_path_factory.mktemp("compiled"))
+    source = Path(paramserve.__file__).parent
+    shutil.copytree(
+        source, made.rules.parent, ignore=shutil.ignore_patterns("__pycache__", "*.nb?")
+    )
+    (made.rules / "doubling.py").write_text(HELPER)
+    (made.rules / "helped.py").write_text(KERNEL)
     assert made.run() == (2.0, True)
     return made
+
+
+@pytest.fixture
+def package(compiled_package: Package, tmp_path: Path) -> Package:
+    shutil.copytree(compiled_package.folder, tmp_path, dirs_exist_ok=True)
+    return Package(tmp_path)
 
 
 def test_kernel_is_compiled_anew_after_every_edit_of_what_it_is_made_of(package: Package) -> None:

@@ -64,7 +64,10 @@ def training(stepping: str, dies_at: int, *, reduces: bool = False) -> Callable[
     return train
 
 
-@pytest.mark.parametrize("reduces", [False, True], ids=["", "all_reduce"])
+@pytest.mark.parametrize(
+    "reduces",
+    [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="reduces")],
+)
 @pytest.mark.parametrize("stepping", STEPPING)
 def test_rank_with_two_optimizers_goes_on_behind_its_batches(
     make_cluster: MakeCluster, stepping: str, reduces: bool

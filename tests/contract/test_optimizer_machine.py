@@ -42,7 +42,7 @@ import paramserve as ps
 from paramserve.pytorch import hyper
 
 SHORT = settings(
-    max_examples=15,
+    max_examples=9,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -123,6 +123,7 @@ def test_sync_run_whose_processes_were_killed_ends_bit_by_bit_as_an_unbroken_one
     assert result.checkpoints.written > 2
 
 
+@pytest.mark.slow
 def test_async_run_whose_servers_are_killed_counts_each_push_once(tmp_path: Path) -> None:
     """By the workers' own logs: what a rank finds of its own where it goes on is what it has pushed
     by the clock of the cut, on all servers; what it has pushed since is told as lost."""
@@ -227,6 +228,7 @@ def test_strict_run_whose_last_checkpoint_fails_keeps_values_and_tables(tmp_path
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["users.parquet"]
 
 
+@pytest.mark.slow
 def test_loader_with_other_batches_than_those_that_are_done_is_refused(tmp_path: Path) -> None:
     goes_on = functools.partial(
         ps.run, victims.epochs, workers=2, checkpoint=tmp_path / "runs", resume=True
@@ -324,6 +326,7 @@ def test_run_in_a_store_of_whole_objects_goes_on(
     assert "s3cret" not in "".join((*capfd.readouterr(), call("ls"), str(result)))
 
 
+@pytest.mark.slow
 def test_interrupted_run_goes_on_with_the_results_of_its_first_calls(tmp_path: Path) -> None:
     """Ctrl-C writes a checkpoint. The calls from before it give what they gave then; behind it they
     are new, also in a loop that begins at the clock."""

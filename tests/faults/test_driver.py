@@ -21,7 +21,9 @@ WAITS = ("job.wait()", "for _ in job.snapshots(every=10**6, name='default'): pas
 BLOCK = "with job: job.wait()"
 
 
-@pytest.mark.parametrize("then", [*WAITS, BLOCK])
+@pytest.mark.parametrize(
+    "then", [*(pytest.param(each, marks=pytest.mark.slow) for each in WAITS), BLOCK]
+)
 def test_ctrl_c_stops_within_2_s_and_says_in_one_line_how_far_it_got(pipe: str, then: str) -> None:
     caught = f"try:\n    {then}\nexcept KeyboardInterrupt:\n    sys.exit(130)"
     with driver(pipe, caught) as run, all_end(run.children):

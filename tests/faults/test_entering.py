@@ -32,7 +32,7 @@ def taking_part(client: ps.Client) -> set[frozenset[int]]:
     return {frozenset(rank for rank, _ in group.clocks) for group in groups}
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_that_join_step_tables_and_dense_values_with_the_others(servers: int) -> None:
     job = ps.start(
         victims.trains, workers=1, servers=servers, consistency=victims.SYNC, timeout_s=WAIT_S

@@ -94,6 +94,7 @@ def resumed(folder: Path, epochs: int, kills: int, seed: int) -> ps.Result:
     return result
 
 
+@pytest.mark.slow
 def test_run_whose_processes_are_killed_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     """And so does one that another number of servers goes on with, from a checkpoint of it."""
     result, whole = resumed(tmp_path, 20, 4, seed=1), unbroken(20)

@@ -351,6 +351,7 @@ def trains_scaled(worker: ps.Worker) -> None:
     model[0].history["scale"].append(2.0 + worker.rank)
 
 
+@pytest.mark.slow
 def test_result_with_extra_state_loads_strictly() -> None:
     job = ps.start(trains_scaled, workers=2, timeout_s=60)
     model = scaled_model()

@@ -136,7 +136,14 @@ def test_two_clusters_in_one_process_stay_apart(servers: Servers) -> None:
 # --- ends ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_command_serve_ends_in_order_when_told(
     servers: Servers, tmp_path: Path, number: signal.Signals
 ) -> None:

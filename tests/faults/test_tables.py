@@ -63,6 +63,7 @@ def first_rows(worker: ps.Worker) -> list[list[float]]:
     return users.pull([0, 10, 11], create=False).tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_run_saves_tables_as_files_that_another_cluster_and_another_run_take_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,6 +129,7 @@ def test_run_that_fails_writes_tables_as_they_are(tmp_path: Path) -> None:
     assert pq.read_table(result.table_files["users"]).num_rows == result.tables["users"].rows == 10
 
 
+@pytest.mark.slow
 def test_run_that_is_stopped_writes_tables_as_they_are(tmp_path: Path) -> None:
     with started(10, tmp_path / "gate", save_tables=tmp_path) as job:
         job.stop()

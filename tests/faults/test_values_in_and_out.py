@@ -51,6 +51,7 @@ def freezes(worker: ps.Worker) -> list[float]:
     return kept
 
 
+@pytest.mark.slow
 def test_every_rank_loads_frozen_parameters() -> None:
     state = tied_model().state_dict()
     result = ps.run(freezes, workers=2, load_state=state, timeout_s=60)

@@ -83,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ps.Result]:
     return Path(result.checkpoints.path), result
 
 
+@pytest.mark.slow
 def test_optimizer_goes_to_torch_and_back(run: tuple[Path, ps.Result], tmp_path: Path) -> None:
     """State and values are exported bit by bit; torch's steps differ from the servers' as float32
     rounds."""
