@@ -3,6 +3,7 @@ loop, with one optimizer and several, wherever between its calls it dies."""
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -172,21 +173,21 @@ def check(
         assert took < LIVE_S, dying
 
 
-@pytest.mark.parametrize("optimizers", [1, 2])
+COMES_BACK = [
+    *itertools.product(("own", "print own rate every", "epochs"), (2,), (1.0,)),
+    *itertools.product(("print own", "loader", "range"), (1,), (1.0,)),
+]
+COMES_BACK_SLOW = [
+    *itertools.product(("own rate", "print own rate", "print own every"), (1, 2), (1.0,)),
+    *itertools.product(("own", "print own rate every", "epochs"), (1,), (1.0,)),
+    *itertools.product(("print own", "loader", "range"), (2,), (1.0,)),
+    *itertools.product(("own",), (1, 2), (10.0,)),
+]
+
+
 @pytest.mark.parametrize(
-    ("loop", "request_s"),
-    [
-        ("own", 10.0),
-        ("own", 1.0),
-        ("print own", 1.0),
-        ("own rate", 1.0),
-        ("print own rate", 1.0),
-        ("print own every", 1.0),
-        ("print own rate every", 1.0),
-        ("loader", 1.0),
-        ("epochs", 1.0),
-        ("range", 1.0),
-    ],
+    ("loop", "optimizers", "request_s"),
+    [*COMES_BACK, *(pytest.param(*each, marks=pytest.mark.slow) for each in COMES_BACK_SLOW)],
 )
 def test_rank_that_comes_back_goes_on_with_the_collectives_of_its_step(
     make_cluster: MakeCluster, loop: str, optimizers: int, request_s: float
@@ -215,8 +216,11 @@ def test_rank_that_comes_back_makes_only_the_collectives_of_its_setup(
 @pytest.mark.parametrize(
     "loop",
     [
-        *("own behind", "print own behind rate", "print own behind every"),
-        *("loader behind", "epochs behind", "epochs both"),
+        *("own behind", "loader behind", "epochs both"),
+        *(
+            pytest.param(loop, marks=pytest.mark.slow)
+            for loop in ("print own behind rate", "print own behind every", "epochs behind")
+        ),
     ],
 )
 def test_rank_that_has_left_out_collectives_is_not_waited_for_in_them(

@@ -390,6 +390,7 @@ def _steps(worker: Worker, pauses: bool) -> int:
     return worker.clock
 
 
+@pytest.mark.slow
 def test_sync_run_that_is_interrupted_ends_bit_by_bit_as_an_unbroken_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"workers": 2, "servers": 2, "consistency": Sync()}
 

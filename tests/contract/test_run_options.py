@@ -63,6 +63,7 @@ def loops(worker: ps.Worker) -> float:
     return float(worker.all_reduce(1.0))
 
 
+@pytest.mark.slow
 def test_run_that_loops_and_reduces_without_an_optimizer_of_its_own_warns() -> None:
     with pytest.warns(
         UserWarning, match="the run trained nothing on the servers.*own, if any"
@@ -82,6 +83,7 @@ def test_rank_that_averages_gradients_by_itself_does_not_warn(make_cluster: Make
         worker.all_reduce(np.ones(2))
 
 
+@pytest.mark.slow
 def test_run_that_evaluates_without_gradients_does_not_warn() -> None:
     def evaluates(worker: ps.Worker) -> float:
         import torch

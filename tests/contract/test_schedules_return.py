@@ -141,11 +141,11 @@ FIRST, SECOND, END = 0, 1, -1
     ("shards", "policy", "rank", "epoch", "batch"),
     [
         ("static", ps.Sync(), 0, 3, SECOND),
-        ("static", ps.Sync(), 0, 4, FIRST),
         ("static", ps.Sync(), 1, 4, END),
-        ("static", ps.Async(), 0, 2, END),
-        ("dynamic", ps.Sync(), 0, 4, FIRST),
         ("dynamic", ps.Sync(), 0, 3, END),
+        pytest.param("static", ps.Sync(), 0, 4, FIRST, marks=pytest.mark.slow),
+        pytest.param("static", ps.Async(), 0, 2, END, marks=pytest.mark.slow),
+        pytest.param("dynamic", ps.Sync(), 0, 4, FIRST, marks=pytest.mark.slow),
     ],
 )
 def test_loop_over_the_loaders_epochs_goes_on_in_the_epoch_that_is_not_done(
@@ -465,7 +465,7 @@ BY_CLOCK: dict[str, Callable[[ps.Worker, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("first", [1, 4])
+@pytest.mark.parametrize("first", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", BY_CLOCK)
 def test_schedule_goes_over_clocks_that_were_decided_without_a_rank(
     make_cluster: MakeCluster, how: str, first: int

@@ -376,6 +376,7 @@ with ps.Cluster(servers=2) as cluster:
 """
 
 
+@pytest.mark.slow
 def test_export_and_import_of_a_large_table_need_flat_memory(tmp_path: Path) -> None:
     """In a process of its own, whose largest resident memory, in MB, is looked at."""
     path = tmp_path / "users.parquet"

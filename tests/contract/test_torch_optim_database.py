@@ -13,9 +13,6 @@ from tests.needs import needs
 
 from paramserve.consistency.built_in import Sync
 
-needs("expecttest")
-from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db  # noqa: E402
-
 STEPS = 4
 MATRICES = (("first.weight",), ("second.weight",))
 """All that Muon takes."""
@@ -25,16 +22,23 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("info", optim_db, ids=lambda info: str(info.optim_cls.__name__))
-def test_options_of_torchs_tests(make_cluster: MakeCluster, info: OptimizerInfo) -> None:
-    kind = info.optim_cls
-    inputs: list[Any] = info.optim_inputs_func(device="cpu")
-    assert inputs
-    pair = Pair(Harnesses(make_cluster), 1, Sync())
-    try:
-        for given in inputs:
-            steps_as_torch(pair, kind, given.kwargs)
-    finally:
+@pytest.mark.slow
+def test_options_of_torchs_tests(make_cluster: MakeCluster) -> None:
+    needs("expecttest")
+    # Here and in one test, because it takes 3 s, in each process that collects tests.
+    from torch.testing._internal.common_optimizers import optim_db
+
+    for info in optim_db:
+        kind = info.optim_cls
+        inputs: list[Any] = info.optim_inputs_func(device="cpu")
+        assert inputs, kind
+        pair = Pair(Harnesses(make_cluster), 1, Sync())
+        for options in inputs:
+            try:
+                steps_as_torch(pair, kind, options.kwargs)
+            except BaseException as error:
+                error.add_note(f"{kind.__name__}: {options.kwargs}")
+                raise
         pair.close()
 
 

@@ -135,8 +135,13 @@ def error(number: int | None) -> OSError:
 
 @pytest.mark.parametrize(
     ("number", "lasting"),
-    [(errno.EIO, False), (errno.EIO, True), (errno.ENOSPC, True), (None, False), (None, True)],
-    ids=["EIO once", "EIO", "ENOSPC", "short once", "short"],
+    [
+        pytest.param(errno.EIO, False, id="EIO once"),
+        pytest.param(errno.EIO, True, id="EIO", marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, True, id="ENOSPC"),
+        pytest.param(None, False, id="short once"),
+        pytest.param(None, True, id="short", marks=pytest.mark.slow),
+    ],
 )
 def test_failing_call_is_told_and_harms_nothing(number: int | None, lasting: bool) -> None:
     whole = Disk()

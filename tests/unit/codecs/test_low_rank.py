@@ -169,7 +169,7 @@ def test_feedback_sends_all_in_the_end() -> None:
     assert np.linalg.norm(left) < 0.1 * np.linalg.norm(400 * gradient)
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_torch_hook_gives_the_same_gradient(rank: int, tmp_path: Path) -> None:
     """In a process of its own: torch's DDP now and then aborts it, from one of its threads."""
     pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
