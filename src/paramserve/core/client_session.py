@@ -79,10 +79,16 @@ class Operation(Struct, eq=False):
         error = self.error
         assert error is not None
         told = {error.applied, *(each.applied for each in self.refused.values())}
-        if any(not reply.skipped for reply in self.replies.values()):
+        failed, fix = error.failed, error.fix
+        having = sorted(shard for shard, reply in self.replies.items() if not reply.skipped)
+        if having:
             told.add("yes")
+            lacking = sorted(k for k, each in self.refused.items() if each.applied == "no")
+            failed += f"; shards {having} have applied their parts"
+            failed += f", shards {lacking} have not" if lacking else ""
+            fix += "; the values are of two versions now: assign them, or go back to a checkpoint"
         if len(told) > 1:
-            self.error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
+            self.error = rebuild(type(error).__name__, failed, "unknown", fix)
 
 
 class Sent(Struct, eq=False):

@@ -126,6 +126,9 @@ class GroupMachine:
         try:
             if rank in state.saved.by_rank or (step.saved and rank >= 0):
                 state.saved.step(rank, step)
+            if step.push and state.unapplied is not None:
+                unapplied, state.unapplied = state.unapplied, None
+                raise unapplied
             parts = stepping.gradients(state, step, request.memory)
         except (ParamServeError, ValueError, TypeError, MemoryError) as error:
             if not step.tick:

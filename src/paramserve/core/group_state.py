@@ -20,7 +20,7 @@ from paramserve.core.read_copies import Reads
 from paramserve.core.saved_states import SavedStates
 from paramserve.core.sums import GradientBuffer
 from paramserve.core.table.block import KeyedBlock
-from paramserve.errors import Overloaded, UnknownName
+from paramserve.errors import Overloaded, ParamServeError, UnknownName
 from paramserve.messages import GroupReport, Member, Step
 
 Array = npt.NDArray[Any]
@@ -89,6 +89,8 @@ class GroupState:
         self.reads = Reads()
         self.staleness: dict[int, Staleness] = {}
         self.skipped = 0
+        self.unapplied: ParamServeError | None = None
+        """Why a buffer could not be flushed, until a step is refused with it."""
         self.dropped: dict[int, int] = {}
         """By rank: gradients that came too late, were too stale, or were left out alone for NaN."""
         self.marks: dict[int, tuple[int, int]] = {}

@@ -30,6 +30,7 @@ from paramserve.errors import (
     RuleFailed,
     ShapeMismatch,
     TableFull,
+    rebuild,
 )
 from paramserve.messages import NOTE_BYTES_MAX, Done, Gradient, ReadTarget, Step
 from paramserve.rules.base import Hyper, PushInfo, new_push_info
@@ -361,7 +362,8 @@ def _drop_nonfinite(state: GroupState) -> None:
 
 
 def flush(state: GroupState) -> None:
-    """Apply what is in the buffer, however much it is."""
+    """Apply what is in the buffer, however much it is. Where that fails on this shard, the group's
+    next step is refused with it (`GroupState.unapplied`)."""
     buffer = state.buffer
     if not buffer.count:
         return
@@ -370,6 +372,21 @@ def flush(state: GroupState) -> None:
     push = PushInfo(-1, state.members.slowest, state.version, 0, 1.0, 1.0 / count)
     try:
         buffer.apply(state.blocks, push)
-    except (RuleFailed, TableFull, NonFinite, MemoryError):
+    except (RuleFailed, TableFull, NonFinite, MemoryError) as error:
         state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + count
+        state.unapplied = _unapplied(state, count, error)
     state.advance()
+
+
+def _unapplied(state: GroupState, count: int, error: Exception) -> ParamServeError:
+    """Why gradients are lost that no step waits for."""
+    kind, why, fix = "Overloaded", "it has no memory for it", "use more servers"
+    if isinstance(error, ParamServeError):
+        kind, why, fix = type(error).__name__, error.failed, error.fix
+    return rebuild(
+        kind,
+        f"a shard has lost {count} gradients of group {state.name!r} that it had collected before, "
+        f"and others may have applied theirs: {why}",
+        "no",
+        f"{fix}; the values may be of two versions now: assign them, or go back to a checkpoint",
+    )
