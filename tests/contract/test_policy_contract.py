@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from tests.suites import passes
 
 from paramserve.consistency.base import (
     ADMIT,
@@ -80,13 +81,16 @@ def in_words(policy: Policy) -> str:
     return re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", str(policy))
 
 
-class TestBuiltIn(PolicySuite):
+class BuiltIn(PolicySuite):
     schedules = 50  # for each of 4 numbers of workers and of these policies: thousands
     seeds = 3  # tests/sim has thousands
 
-    @pytest.fixture(autouse=True, params=POLICIES, ids=in_words)
-    def _policy(self, request: pytest.FixtureRequest) -> None:
-        self.policy = request.param
+
+@pytest.mark.parametrize("policy", POLICIES, ids=in_words)
+def test_built_in_policy_passes_the_suite(policy: Policy) -> None:
+    suite = BuiltIn()
+    suite.policy = policy
+    passes(suite)
 
 
 def test_every_built_in_policy_is_in_the_suite() -> None:

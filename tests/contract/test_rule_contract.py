@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import passes
 
 from paramserve.rules import (
     FTRL,
@@ -105,10 +106,11 @@ class SignDescent:
                 out[at] = value[at]
 
 
-class TestBuiltIn(RuleSuite):
-    @pytest.fixture(autouse=True, params=RULES, ids=str)
-    def _rule(self, request: pytest.FixtureRequest) -> None:
-        self.rule = request.param
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_built_in_rule_passes_the_suite(rule: Rule) -> None:
+    suite = RuleSuite()
+    suite.rule = rule
+    passes(suite)
 
 
 class TestUsersOwn(RuleSuite):
@@ -155,10 +157,11 @@ class TestRuleOfWholeTensors(RuleSuite):
     rule = Normed()
 
 
-class TestTorchRule(RuleSuite):
-    @pytest.fixture(autouse=True, params=["Adagrad", "RMSprop", "Adamax"])
-    def _rule(self, request: pytest.FixtureRequest) -> None:
-        self.rule = TorchRule.of(request.param)
+@pytest.mark.parametrize("kind", ["Adagrad", "RMSprop", "Adamax"])
+def test_torch_rule_passes_the_suite(kind: str) -> None:
+    suite = RuleSuite()
+    suite.rule = TorchRule.of(kind)
+    passes(suite)
 
 
 def test_every_built_in_rule_is_in_the_suite() -> None:

@@ -49,16 +49,16 @@ STRUCTS: list[Any] = [
 TAGGED = [kind for kind in STRUCTS if kind.__struct_config__.tag is not None]
 
 
-@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_struct_of_a_part_is_given_out_by_the_package(kind: Any) -> None:
-    assert getattr(messages, kind.__name__) is kind
-    assert kind.__name__ in messages.__all__
+def test_structs_of_all_parts_are_given_out_by_the_package() -> None:
+    for kind in STRUCTS:
+        assert getattr(messages, kind.__name__) is kind
+        assert kind.__name__ in messages.__all__
 
 
-@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_struct_is_a_frozen_row(kind: Any) -> None:
-    assert kind.__struct_config__.frozen or kind is Step, "a client numbers its steps in place"
-    assert kind.__struct_config__.array_like
+def test_structs_are_frozen_rows() -> None:
+    for kind in STRUCTS:
+        assert kind.__struct_config__.frozen or kind is Step, kind  # a client numbers it in place
+        assert kind.__struct_config__.array_like, kind
 
 
 def test_message_is_any_of_what_has_a_tag() -> None:
