@@ -16,8 +16,8 @@ from typing import Any
 from msgspec import structs
 
 from paramserve.config import NO_RANK
-from paramserve.consistency.base import ADMIT, Admit, Pull, Wait, new_pull
-from paramserve.core import collecting, policy_calls, stepping
+from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
+from paramserve.core import collecting, group_waits, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
 from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send
@@ -450,54 +450,9 @@ class GroupMachine:
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
-        reason, ranks = self._why(client)
-        state = self.state
-        clocks = state.members.clocks
-        missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
-        session = self.waiting.get(client)
-        held = bool(state.collect.pending) or (session is not None and session.held is not None)
-        held = held and bool(missing) and not state.at(state.committed).policy.partial
-        return Waiting(state.id, state.members.slowest, missing, reason, held)
-
-    def _why(self, client: int) -> tuple[str, tuple[int, ...]]:
-        state, session = self.state, self.waiting.get(client)
-        if session is not None and session.held is not None:
-            step = session.held.message
-            if not isinstance(step, Step) or (
-                step.clock == CURRENT_CLOCK and session.rank not in state.members.clocks
-            ):
-                return (
-                    f"shard {self.shard} waits for the decision of shard {self.leader} whether "
-                    f"rank {session.rank} is a member",
-                    (),
-                )
-            if state.changes.paused is not None:
-                return (
-                    f"shard {self.shard} waits for the change of policy on shard {self.leader}",
-                    (),
-                )
-            clock = step.clock + step.tick
-            epoch = state.at(clock)
-            try:
-                answer = policy_calls.on_pull(epoch, Pull(session.rank, clock), state)
-            except PolicyFailed as error:
-                return error.failed, ()
-            name = type(epoch.policy).__name__
-            return f"{name} does not let worker {session.rank} read at clock {clock} yet", (
-                answer.workers if isinstance(answer, Wait) else ()
-            )
-        collect = state.collect
-        if collect.sent is not None:
-            return f"shard {self.shard} waits for the decision of shard {self.leader}", ()
-        if collect.pending:
-            absent = tuple(
-                rank for rank in sorted(state.members.clocks) if rank not in collect.pending
-            )
-            return "the clock waits for its slowest workers", collect.missing or absent
-        slow = tuple(
-            r for r, c in sorted(state.members.clocks.items()) if c == state.members.slowest
+        return group_waits.waiting(
+            self.state, self.waiting.get(client), shard=self.shard, leader=self.leader
         )
-        return "nothing is held here", slow
 
     # --- synchronous clocks ----------------------------------------------------------------------
 

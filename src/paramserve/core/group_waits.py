@@ -1,0 +1,68 @@
+"""Why a client's request waits in a group, and for which ranks: what a shard answers to `Inquire`.
+
+It decides nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+from paramserve.consistency.base import Pull, Wait
+from paramserve.core import policy_calls
+from paramserve.core.group_state import GroupState
+from paramserve.core.shard_sessions import ShardSession
+from paramserve.errors import PolicyFailed
+from paramserve.messages import CURRENT_CLOCK, Step, Waiting
+
+
+def waiting(state: GroupState, session: ShardSession | None, *, shard: int, leader: int) -> Waiting:
+    """What a client waits for on one shard.
+
+    Args:
+        session: the client's, if its held request waits for the group and is not collected.
+        shard: number of this shard.
+        leader: of the group's lead shard.
+    """
+    reason, ranks = _why(state, session, shard, leader)
+    clocks = state.members.clocks
+    missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
+    held = bool(state.collect.pending) or (session is not None and session.held is not None)
+    held = held and bool(missing) and not state.at(state.committed).policy.partial
+    return Waiting(state.id, state.members.slowest, missing, reason, held)
+
+
+def _why(
+    state: GroupState, session: ShardSession | None, shard: int, leader: int
+) -> tuple[str, tuple[int, ...]]:
+    """The reason in words, and the ranks that are waited for."""
+    if session is not None and session.held is not None:
+        step = session.held.message
+        if not isinstance(step, Step) or (
+            step.clock == CURRENT_CLOCK and session.rank not in state.members.clocks
+        ):
+            return (
+                f"shard {shard} waits for the decision of shard {leader} whether "
+                f"rank {session.rank} is a member",
+                (),
+            )
+        if state.changes.paused is not None:
+            return (
+                f"shard {shard} waits for the change of policy on shard {leader}",
+                (),
+            )
+        clock = step.clock + step.tick
+        epoch = state.at(clock)
+        try:
+            answer = policy_calls.on_pull(epoch, Pull(session.rank, clock), state)
+        except PolicyFailed as error:
+            return error.failed, ()
+        name = type(epoch.policy).__name__
+        return f"{name} does not let worker {session.rank} read at clock {clock} yet", (
+            answer.workers if isinstance(answer, Wait) else ()
+        )
+    collect = state.collect
+    if collect.sent is not None:
+        return f"shard {shard} waits for the decision of shard {leader}", ()
+    if collect.pending:
+        absent = tuple(rank for rank in sorted(state.members.clocks) if rank not in collect.pending)
+        return "the clock waits for its slowest workers", collect.missing or absent
+    slow = tuple(r for r, c in sorted(state.members.clocks.items()) if c == state.members.slowest)
+    return "nothing is held here", slow
