@@ -48,6 +48,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "checkpoint-written": "a checkpoint is whole: `checkpoint`, `bytes`, `seconds`, `pause_s`",
     "checkpoint-failed": "a checkpoint was not written; training goes on",
     "checkpoint-left-out": "a checkpoint does not wait for `left_out`, which stood still in a push",
+    "residuals-lost": "a cluster goes on without what codecs had left out of gradients",
     "paused": "a process did not run for `seconds`; that time counts for no deadline",
     "credentials-renewed": "a renewed token or certificate is in use from now on",
     "credentials-refused": "a renewed file cannot be used; what was read before stays in use",

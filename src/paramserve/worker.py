@@ -159,8 +159,6 @@ class Worker:
             self.finish()
         else:
             self._end_process_group()
-            if issubclass(kind, SystemExit | KeyboardInterrupt):  # the run's last checkpoint comes
-                self.client.residuals.stopped()
             self.client.close(leave=False)
 
     @property
@@ -827,9 +825,7 @@ def main(boot: Bootstrap) -> None:
         boot.report("resumed", msgspec.msgpack.encode(resumed))
     try:
         returned = _pickle(function(worker, *args, **kwargs))
-    except BaseException as error:
-        if isinstance(error, SystemExit):  # the run is stopped, and its last checkpoint comes
-            client.residuals.stopped()
+    except BaseException:
         client.connection.send_log()  # what it logged last says most about why
         worker.tell_steps()
         raise

@@ -101,7 +101,8 @@ def inherited_from_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
             dead = encoder_of(other)
             if other is not client and other.rank == client.rank and dead is not None:
                 for number, left in dead._residuals.items():
-                    client.steps.encoder.begin(dead._blocks[number], left)
+                    own = client.steps.encoder
+                    own._residual_of(dead._blocks[number])[:] = left
 
     monkeypatch.setattr(EncodedTensors, "enter", inherits)
 

@@ -25,7 +25,6 @@ from paramserve.messages import (
     opening,
     peers,
     requests,
-    residuals,
 )
 
 PARTS = (
@@ -38,7 +37,6 @@ PARTS = (
     opening,
     peers,
     requests,
-    residuals,
 )
 STRUCTS: list[Any] = [
     kind
@@ -69,7 +67,7 @@ def test_message_is_any_of_what_has_a_tag() -> None:
 def test_message_is_its_tag_and_its_fields_in_order() -> None:
     step = Step(7, 1, 3, True, (Gradient(0, 2, 64, (1,)),), (ReadTarget(0, 2, 128),), base=5)
     row = ["step", 7, 1, 3, True, [[0, 2, 64, [1], None, 0]], [[0, 2, 128, None]]]
-    row += [5, 1.0, False, 0.0, 1.0, None, 0, b"", -1.0, [], None]
+    row += [5, 1.0, False, 0.0, 1.0, None, 0, b"", -1.0, [], None, 0, False]
     assert msgspec.msgpack.decode(encode(step)) == row
     assert decoder(Message).decode(encode(step)) == step
 

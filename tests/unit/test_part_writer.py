@@ -18,7 +18,6 @@ from paramserve.core.cut_parts import BlockCopy
 from paramserve.core.events import CutWanted, DeadlineReached
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutTaken, CutWritten, WriteCut
 from paramserve.server.checkpoints import PartWriter
-from paramserve.server.residuals import Residuals
 from paramserve.virtual import VirtualClock
 from paramserve_testing.loop import VirtualLoop
 
@@ -38,10 +37,7 @@ class Bench:
         self.rig.define(1, DENSE)
         self.told: list[CutTaken | CutWritten] = []
         loop = VirtualLoop(self.clock, lambda: THREAD_S)
-        residuals = Residuals(self.rig.shards[0], loop, None)
-        self.parts = PartWriter(
-            self.rig.shards[0], loop, disk, self.told.append, self._cut, residuals
-        )
+        self.parts = PartWriter(self.rig.shards[0], loop, disk, self.told.append, self._cut)
         self.cuts = self.rig.shards[0].cuts
 
     def _cut(self, notice: BeginCheckpoint) -> None:

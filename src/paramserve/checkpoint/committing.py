@@ -16,13 +16,7 @@ import msgspec
 
 from paramserve.checkpoint.claims import OWNER, owner_of
 from paramserve.checkpoint.folder import Folder
-from paramserve.checkpoint.manifest import (
-    CLUSTER_PATH,
-    Cut,
-    Manifest,
-    Written,
-    without_lost_residuals,
-)
+from paramserve.checkpoint.manifest import CLUSTER_PATH, Cut, Manifest, Written
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.storage import Storage
 from paramserve.checkpoint.writer import Writer
@@ -100,7 +94,6 @@ class Committer:
         with Writer(folder.storage, name) as writer:
             writer.message(CLUSTER_PATH, work.cluster)
             reports.append(writer.finish())
-        reports, lost = without_lost_residuals(reports)
         record = _decode(work.cluster)
         taken = work.cut
         cut = Cut(
@@ -113,7 +106,7 @@ class Committer:
             blocks=blocks_for(record, self._servers),
             torn=tuple(f"client {each}" for each in taken.torn),
             pause_s=work.pause_s,
-            lost_residuals=lost,
+            lost_residuals=work.lost_residuals,
         )
         self._last = folder.commit(name, reports, cut, before=self._last)
         try:

@@ -97,7 +97,7 @@ class Cut(Struct, frozen=True, kw_only=True):
     pause_s: float = 0.0
     """The longest that a shard executed nothing for it."""
     lost_residuals: tuple[int, ...] = ()
-    """Ranks that keep residuals, of which it has not all."""
+    """Ranks that had left something out of their gradients before the cut, and not flushed it."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -216,27 +216,6 @@ def gap(file: Written) -> tuple[int, int] | None:
     return (end, file.size) if end != file.size else None
 
 
-def without_lost_residuals(
-    reports: Iterable[Sequence[Written]],
-) -> tuple[list[tuple[Written, ...]], tuple[int, ...]]:
-    """The reports without residuals that did not come whole to all servers, and whose they are."""
-    given = [tuple(each) for each in reports]
-    parts = dict[str, list[Part]]()
-    sizes = dict[str, int]()
-    for each in (file for report in given for file in report):
-        if residual_rank(each.path) is not None:
-            parts.setdefault(each.path, []).extend(each.parts)
-            sizes[each.path] = each.size
-    lost = set[str]()
-    for path, found in parts.items():
-        whole = Written(path, sizes[path], tuple(sorted(found, key=_offset)))
-        if gap(whole) is not None:
-            lost.add(path)
-    ranks = {rank for path in lost if (rank := residual_rank(path)) is not None}
-    kept = [tuple(file for file in report if file.path not in lost) for report in given]
-    return kept, tuple(sorted(ranks))
-
-
 def joined(reports: Iterable[Sequence[Written]]) -> tuple[Written, ...]:
     """The files that several processes have written, each with the parts of all.
 
@@ -262,6 +241,17 @@ def joined(reports: Iterable[Sequence[Written]]) -> tuple[Written, ...]:
             )
         made.append(whole)
     return tuple(made)
+
+
+def lost_residuals(manifest: Manifest) -> str:
+    """What of the workers' residuals a run lacks that goes on from a checkpoint; empty: nothing."""
+    clocks = ", ".join(f"clock {clock} of {name!r}" for name, clock in manifest.cut.clocks.items())
+    told = f"checkpoint {manifest.name}: what codecs had left out of the gradients of"
+    if any(each.path.split("/")[1:2] == [RESIDUALS] for each in manifest.files):
+        return f"{told} all ranks before {clocks} is lost: files of it are not read any more"
+    ranks = ", ".join(map(str, manifest.cut.lost_residuals))
+    what = f"ranks {ranks}" if len(manifest.cut.lost_residuals) > 1 else f"rank {ranks}"
+    return f"{told} {what} since their last flush before {clocks} is lost" if ranks else ""
 
 
 _offset = attrgetter("offset")
@@ -318,20 +308,6 @@ def state_path(state: str, group: str) -> str:
 def sums_path(group: str, shard: int) -> str:
     """The file of the gradients that wait in a group's buffer on one server."""
     return f"sums/{file_name(group)}.{shard}.safetensors"
-
-
-def residual_path(group: str, block: int, rank: int) -> str:
-    """The file of what a rank has left out of a block's gradients."""
-    return f"{RESIDUALS}/{file_name(group)}.{block}.{rank}.safetensors"
-
-
-def residual_rank(path: str) -> int | None:
-    """The rank of a `residual_path`, with or without the checkpoint's folder; None: it is none."""
-    folder, _, name = path.rpartition("/")
-    if folder.rpartition("/")[2] != RESIDUALS:
-        return None
-    parts = name.rsplit(".", 2)
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else None
 
 
 def table_path(table: str, shard: int) -> str:

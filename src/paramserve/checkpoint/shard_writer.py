@@ -46,16 +46,12 @@ from paramserve.core.table.admission import Waiting
 from paramserve.core.table.cut import CutRows
 from paramserve.core.table.hashing import Keys
 from paramserve.core.table.store import clocks_of
-from paramserve.messages import BlockSpec
 from paramserve.rules.layout import RowLayout
 
 Array = npt.NDArray[Any]
 Job = Callable[[], Any]
 """What is done in another thread; its result goes back to the generator that gave it."""
-Turns = Generator[Job | None, Any, None]
-"""None in place of a job: the next turn is to be taken when something has come from outside."""
-Residuals = Callable[[Writer, Sequence[BlockSpec]], Turns]
-"""Writes what clients have left out of the gradients of some blocks, as it comes."""
+Turns = Generator[Job, Any, None]
 
 PIECE_BYTES = 8 << 20
 """Copied out of a cut between two events, at most: some 2 ms."""
@@ -70,8 +66,7 @@ def write_shard(
     shards: int,
     blocks: Collection[int],
     writer: Writer,
-    residuals: Residuals | None = None,
-) -> Generator[Job | None, Any, tuple[Written, ...]]:
+) -> Generator[Job, Any, tuple[Written, ...]]:
     """Write a shard's part of a checkpoint, in turns.
 
     Every turn is taken between two events of the shard. The job that it gives has to be over, and
@@ -81,7 +76,6 @@ def write_shard(
         part: of a whole cut.
         shards: how many there are.
         blocks: numbers of those that are written; all shards have them.
-        residuals: called when nothing more is read from the cut.
     Returns:
         What `Writer.finish` gave.
     Raises:
@@ -105,9 +99,6 @@ def write_shard(
             yield from _write_dense(writer, part.shard, path, having, buffer)
     for table in tables:
         yield from _write_table(writer, part, table, buffer)
-    feeding = [each.spec for each in dense if each.feeds_back]
-    if residuals is not None and feeding:
-        yield from residuals(writer, feeding)
     written: tuple[Written, ...] = yield writer.finish
     return written
 
@@ -284,7 +275,7 @@ def _write_table(writer: Writer, part: ShardCut, copy: TableCopy, buffer: Array)
 
 def _copied(
     copy: TableCopy, rows: Keys, buffer: Array
-) -> Generator[Job | None, Any, tuple[CutRows, Keys | None]]:
+) -> Generator[Job, Any, tuple[CutRows, Keys | None]]:
     """Copy rows to `buffer`, with their last uses where the table keeps them, in turns."""
     raw = buffer.view(np.float32)[: rows.size * copy.layout.words].reshape(rows.size, -1)
     keys = np.empty(rows.size, np.int64)

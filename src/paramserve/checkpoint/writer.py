@@ -289,17 +289,6 @@ class Writer:
         file = self._files[path] = DenseFile(output, blocks, shard, whole)
         return file
 
-    def lost(self, path: str, blocks: Sequence[BlockSpec]) -> None:
-        """Give up a file as of `dense`, begun or not: the report has it without a part.
-
-        Raises:
-            CheckpointError: the storage failed.
-        """
-        begun = self._files.pop(path, None)
-        if begun is not None:
-            begun.close()
-        self._lost.append(Written(f"{self._name}/{path}", dense(blocks).size, ()))
-
     def rows(
         self, table: str, shard: int, sections: Mapping[str, Section], *, full: bool
     ) -> TableFile:

@@ -14,7 +14,6 @@ from paramserve.client.directory import Directory
 from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
 from paramserve.client.labels import are_labels, check_not_labels, labels_at_most
-from paramserve.client.residuals import Residuals
 from paramserve.client.row_reads import RowRead, TableRead
 from paramserve.client.saving import Saving
 from paramserve.client.steps import Steps
@@ -73,8 +72,7 @@ class Client:
         connection.tell_sent(self.steps.sent_gradients)
         connection.tell_usage(self.steps.usage)
         self.steps.resume(connection.found, returned=connection.returned)
-        self.residuals = Residuals(connection, self.steps)
-        self.directory = Directory(connection, self.steps, self.residuals)
+        self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)
         self.reads = self._keyed.reads
@@ -542,10 +540,4 @@ class Client:
                 later ones raise this. None: they raise `ClientClosed`.
             leave: False: end without a word, as a process that dies; a worker counts as dead.
         """
-        self.connection.close(reason, leave=leave, drain=self._end)
-        self.residuals.close()
-
-    def _end(self, limit_s: float) -> None:
-        """Let what is under way come to an end, for so many seconds each."""
-        self.drain(limit_s)
-        self.residuals.leave(limit_s)
+        self.connection.close(reason, leave=leave, drain=self.drain)

@@ -417,18 +417,6 @@ class Connection:
 
         self._heartbeat.usage = told
 
-    def hear_of_cuts(self, cut_at: Callable[[int, int], None]) -> None:
-        """Have this method told of each cut for a checkpoint, with the number of this client's last
-        request that is in it: also while the client sends nothing."""
-        method = WeakMethod(cut_at)
-
-        def told(cut: int, last: int) -> None:
-            found = method()
-            if found is not None:
-                found(cut, last)
-
-        self._heartbeat.cut_at = told
-
     def send_log(self) -> None:
         """Send what was logged now, and not with the next heartbeat: for a process that is about to
         end, which no longer waits long for a coordinator that takes nothing."""

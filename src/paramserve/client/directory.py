@@ -15,7 +15,6 @@ from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
-from paramserve.client.residuals import Residuals
 from paramserve.client.steps import Steps, kept_offset
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import as_codec, own_classes
@@ -68,9 +67,8 @@ class Directory:
         names: of tensors, with the blocks that hold them.
     """
 
-    def __init__(self, connection: Connection, steps: Steps, residuals: Residuals) -> None:
+    def __init__(self, connection: Connection, steps: Steps) -> None:
         self.names = Names()
-        self._residuals = residuals
         self._connection = connection
         self._steps = steps
         self._codecs: dict[str, type[Codec]] = {}
@@ -318,8 +316,6 @@ class Directory:
                 self.names.add(known)
             self._steps.defined(known)
             self._exchange.unfinished = ""
-        if known is block and known.spec.push is not None:
-            self._residuals.defined(known, self._connection.timeout_s)
         return known
 
     def policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:

@@ -11,9 +11,8 @@ the residual itself has it when the shards have answered, as far as they have ap
 was not applied has let go of nothing either, and the pushes that were sent behind it have let go
 of less: they had what it left out, which counts no more.
 
-A checkpoint is to have the residual that belongs to its cut: as the last push left it that is in
-the cut. So it is copied before it has the change of the first push behind the cut, of which the
-answer says that (`Done.taken`).
+A checkpoint has no residuals. Before its cut a push goes whole, with all that was left out, when an
+answer has asked for it (`Done.flush`): then a residual of zero remains (`core.flush`).
 
 Source: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback
 Fixes SignSGD, 2019.
@@ -24,9 +23,9 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +53,7 @@ class Encoded:
         inactive: elements of pieces without a gradient, as (start, stop).
         kept: the part of the residual that was added to it; the rest is let go.
         counted: whether the next gradient counts with it.
-        seq: the number of its request; 0: it has none yet.
+        rest: of one that goes whole, whether pieces without a gradient keep what was left out.
     """
 
     block: Block
@@ -64,19 +63,7 @@ class Encoded:
     inactive: Sequence[tuple[int, int]] = ()
     kept: float = 1.0
     counted: bool = False
-    seq: int = 0
-
-
-class Captured(NamedTuple):
-    """Residuals of a client as of a cut.
-
-    Attributes:
-        cut: its number.
-        left: by block, what was left out, [block.size].
-    """
-
-    cut: int
-    left: tuple[tuple[Block, Floats], ...]
+    rest: bool = False
 
 
 class Encoder:
@@ -102,15 +89,10 @@ class Encoder:
         """By block: of the gradients that were answered."""
         self._unanswered: dict[int, list[Encoded]] = {}
         """By block: in the order in which they were sent, and behind them what is about to be."""
-        self._cut = 0
-        """The last one that residuals were copied for."""
-        self._awaited: tuple[int, int] | None = None
-        """A cut, and the number of the last request that is in it: residuals are copied when what
-        is up to there was answered."""
-        self._unsure = False
-        """Whether the last gradients may have been applied behind a cut that is not known yet."""
-        self.captured: Callable[[Captured], None] | None = None
-        """Takes the residuals as of a cut, in whichever thread; None: they are not wanted."""
+        self._asked: tuple[int, ...] = ()
+        """The newest `Done.flush`."""
+        self._flushed = 0
+        """The number of the one that was sent last, unless a shard has not applied it."""
         self._free: dict[int, list[Floats]] = {}
         """By block: memory for one more change, or for what is to be encoded."""
         self._pushes: dict[int, tuple[int, int]] = {}
@@ -127,15 +109,6 @@ class Encoder:
             found = np.empty(block.size, np.float32)
             self._left_out(block, found)
             return found
-
-    def begin(self, block: Block, left: Floats) -> None:
-        """Begin with what was left out of a block's gradients before this client came.
-
-        Args:
-            left: [block.size]; is kept.
-        """
-        with self._lock:
-            np.copyto(self._residual_of(block), left)
 
     def _left_out(self, block: Block, into: Floats) -> None:
         """What the next gradient has to make up for, if all that was sent is applied."""
@@ -204,8 +177,9 @@ class Encoder:
         return encoded
 
     def whole(self, push: BlockPush, taken: list[Slot]) -> Encoded | None:
-        """A gradient that is sent as it is, with what was left out while its servers could not be
-        reached through shared memory; None: nothing was. Else as `encode`."""
+        """A gradient that is sent as it is, with what was left out: as a flush, or since its
+        servers can be reached through shared memory by now; None: nothing was. Else as `encode`.
+        """
         block = push.block
         if block.id not in self._residuals:
             return None
@@ -220,7 +194,9 @@ class Encoder:
             gradient = _widened(block, push.gradient)
             with np.errstate(over="ignore"):
                 np.subtract(gradient, change, out=given)
+            rest = False
             for start, stop in inactive:
+                rest = rest or bool(change[start:stop].any())
                 given[start:stop] = change[start:stop] = 0.0
             if self._is_too_large(block, given):
                 np.copyto(given, gradient)
@@ -228,7 +204,7 @@ class Encoder:
             if halves:
                 compiled().round_into(into.array(block), given)
                 self._free[block.id].append(given)
-            encoded = Encoded(block, (), into, change, inactive)
+            encoded = Encoded(block, (), into, change, inactive, rest=rest)
             self._about_to_send(encoded)
         return encoded
 
@@ -291,8 +267,8 @@ class Encoder:
         free = self._free.setdefault(block.id, [])
         return free.pop() if free else np.empty(block.size, np.float32)
 
-    def sent(self, encoded: Sequence[Encoded], seq: int = 0) -> None:
-        """These are certain to be sent, with the request of this number."""
+    def sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
+        """These are certain to be sent, as a flush (`Step.flush`) or not."""
         with self._lock:
             for each in encoded:
                 block, size = each.block, sum(header.extent for header in each.headers)
@@ -302,7 +278,8 @@ class Encoder:
                     self.sent_bytes += size
                     self.plain_bytes += block.nbytes
                 if each.change is not None:
-                    each.counted, each.seq = True, seq
+                    each.counted = True
+            self._flushed = flush or self._flushed
 
     def report(self) -> tuple[SentGradients, ...]:
         """Of each group what was sent so far. It waits for no push: a norm is of what was answered,
@@ -321,11 +298,9 @@ class Encoder:
         """All shards have answered, or none will: keep what those leave out that were applied."""
         with self._lock:
             replies = operation.replies | operation.refused
-            cut = max((_cut_before(reply) for reply in replies.values()), default=0)
-            if cut > self._cut:
-                self._capture(cut)
-            # A refusal does not say whether it is behind a cut.
-            self._unsure = any(_applied(reply) for reply in operation.refused.values())
+            for reply in replies.values():
+                if isinstance(reply, Done) and reply.flush:
+                    self._asked = max(self._asked, reply.flush)
             for each in encoded:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
@@ -337,13 +312,39 @@ class Encoder:
                     low, high = block.range(shard)
                     if _applied(replies.get(shard)):
                         residual[low:high] += change[low:high]
-                    else:
-                        self._not_applied(block, change, low, high)
+                        continue
+                    self._not_applied(block, change, low, high)
+                    if not each.headers:
+                        self._flushed = 0  # the next one goes whole
                 self._free[block.id].append(change)
                 if not (each.headers or unanswered or residual.any()):
                     del self._residuals[block.id]
-            if self._awaited is not None:
-                self._capture_awaited(*self._awaited)
+
+    def flush_of(self, calls: Sequence[tuple[int, int]]) -> int:
+        """The number of the flush that a call is to be (`Done.flush`); 0: of none.
+
+        Args:
+            calls: (group, clock) of its steps that end one, or push.
+        """
+        with self._lock:
+            if not self._asked:
+                return 0
+            number, group, clock = self._asked
+            due = self._flushed != number if group < 0 else (group, clock) in calls
+            return number if due else 0
+
+    def leaves(self, group: int, encoded: Mapping[int, Encoded]) -> bool:
+        """Whether something of a group is left out behind a step, as `Step.leaves`.
+
+        Args:
+            encoded: its gradients by block.
+        """
+        for each in encoded.values():
+            if each.rest or (each.headers and each.change is not None):
+                return True
+        with self._lock:
+            others = [number for number in self._residuals if number not in encoded]
+        return any(self._blocks[number].group == group for number in others)
 
     def _not_applied(self, block: Block, change: Floats, low: int, high: int) -> None:
         """A shard, which has the elements [low, high), has not applied a gradient: what those
@@ -363,38 +364,6 @@ class Encoder:
             each.change[low:high] += more
             lacking -= more
 
-    # --- checkpoints -----------------------------------------------------------------------------
-
-    def cut_at(self, cut: int, seq: int) -> None:
-        """The shards have taken a cut that has the requests of this client up to a number. Nothing
-        may be answered that is behind it: the answer would have said so."""
-        with self._lock:
-            if cut > self._cut:
-                self._awaited = cut, seq
-                self._capture_awaited(cut, seq)
-
-    def _capture_awaited(self, cut: int, seq: int) -> None:
-        """Copy the residuals, if all is answered that is in a cut."""
-        unanswered = (each for block in self._unanswered.values() for each in block)
-        if cut <= self._cut:
-            self._awaited = None
-        elif not any(each.counted and each.seq <= seq for each in unanswered):
-            self._capture(cut)
-
-    def _capture(self, cut: int) -> None:
-        """Copy the residuals as they are, which is as of a cut."""
-        self._cut, self._awaited = cut, None
-        if self.captured is not None and not self._unsure:
-            self.captured(Captured(cut, tuple(self._left())))
-
-    def left(self) -> list[tuple[Block, Floats]]:
-        """By block, a copy of what was left out of the gradients that were answered."""
-        with self._lock:
-            return self._left()
-
-    def _left(self) -> list[tuple[Block, Floats]]:
-        return [(self._blocks[block], each.copy()) for block, each in self._residuals.items()]
-
 
 def _kept(feedback: Feedback, residual: Floats) -> float:
     """How much of a residual, as far as it is to be added, is added."""
@@ -405,11 +374,6 @@ def _kept(feedback: Feedback, residual: Floats) -> float:
         if norm > feedback.clip_norm:
             kept *= feedback.clip_norm / norm
     return kept
-
-
-def _cut_before(reply: Any) -> int:
-    """The cut for a checkpoint that lies before what a shard answers; 0: it says of none."""
-    return reply.taken if isinstance(reply, Done) and reply.taken > 0 else 0
 
 
 def _applied(reply: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -10,10 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from paramserve.config import Limits
-from paramserve.errors import ParamServeError
 from paramserve.messages import (
     Record,
-    ResidualsWanted,
     SentGradients,
     WorkerBeat,
     WorkerUsage,
@@ -57,9 +54,6 @@ class Heartbeat:
         """Whether the records are being changed, by the thread that has the lock."""
         self.sent_gradients: Callable[[], tuple[SentGradients, ...]] = tuple
         """What was sent encoded so far."""
-        self.cut_at: Callable[[int, int], None] | None = None
-        """Is told of cuts for checkpoints, with the last number of this client in each; None:
-        it wants to know of none."""
         self.usage: Callable[[], WorkerUsage | None] = lambda: None
         """What the client has done with its time so far."""
         self.beaten: Callable[[], None] = lambda: None
@@ -106,19 +100,8 @@ class Heartbeat:
             try:
                 self._beats()
                 self.beaten()
-                if self.cut_at is not None:
-                    self._hear(self.cut_at)
             except Exception:  # without heartbeats this process would be ended
                 logger.exception("a heartbeat of rank %d failed", self._rank)
-
-    def _hear(self, cut_at: Callable[[int, int], None]) -> None:
-        """Take what the coordinator has said unasked; where the link is broken, the next beat makes
-        it anew."""
-        with contextlib.suppress(ParamServeError):
-            for notice in self._control.read_notices():
-                if isinstance(notice, ResidualsWanted):
-                    for _, last in notice.clients:  # it is the only one that it was told of
-                        cut_at(notice.cut, last)
 
     def _beats(self) -> None:
         """A heartbeat, and more while records wait."""

@@ -20,7 +20,6 @@ from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from paramserve.client.payloads import Outgoing, Payloads
 from paramserve.config import Credentials, Deadlines, Limits
@@ -427,22 +426,6 @@ class Links:
             # No other address can be dialled: without it the server is gone, and not unknown.
             shard.addresses = [each for each in shard.addresses if is_unix(each)]
         return link
-
-    def reach(self, shard: int, timeout_s: float) -> Link:
-        """Another connection of this client to a server, for its residual; the caller's to use and
-        to close, in any thread.
-
-        Raises:
-            As `Link.connect`.
-        """
-        return self._dial(
-            self.shards[shard].addresses,
-            structs.replace(self._hello, role="residuals"),
-            credentials=self._credentials,
-            arenas=(),
-            timeout_s=timeout_s,
-            limits=self._limits,
-        )
 
     def _disconnect(self, shard: ReachedShard) -> None:
         """Let go of a link; at once when it breaks: its descriptor may be another link's next."""

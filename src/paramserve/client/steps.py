@@ -362,7 +362,7 @@ class Steps(ClientClocks):
             if self.saving is not None and each.saved:
                 self.saving.told(each.saved)
             if each.encoded and self.encoder is not None:
-                self.encoder.sent(each.encoded, each.requests[0].seq)
+                self.encoder.sent(each.encoded, each.requests[0].flush)
         self._exchange.unfinished = ""
 
     def _broken_off(
@@ -423,10 +423,19 @@ class Steps(ClientClocks):
             if ticked:
                 exchange.unfinished = "a step"
             calls: list[tuple[list[Step], Operation]] = []
+            flush = 0
+            if self.encoder is not None:
+                flush = self.encoder.flush_of(
+                    [
+                        (each.block.group, self.clocks.get(each.block.group_name, 0))
+                        for each in ordered
+                        if each.options.tick
+                    ]
+                )
             for each in ordered:
                 own = (mark, saved) if each is last else (None, ())
                 follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
-                sent = self._prepare(each, values, *own, follows)
+                sent = self._prepare(each, values, *own, follows, flush)
                 prepared += [sent]
                 calls += [(sent.requests, sent.operation)]
             tells = ticked or self.encoder is not None or parts[-1].numbered is not None
@@ -449,6 +458,7 @@ class Steps(ClientClocks):
         mark: tuple[int, int] | None,
         saved: tuple[Saved, ...],
         more: tuple[int, int] | None,
+        flush: int,
     ) -> Prepared:
         """One group's part of a call as it is about to be sent; its ticket is bound to the answers.
 
@@ -457,6 +467,7 @@ class Steps(ClientClocks):
             mark: of the call, if this is the last part that ends a clock.
             saved: what it tells.
             more: the mark of the call, if another part follows.
+            flush: the number of the flush that it is; 0: of none.
         """
         # Loops and `+=`, not comprehensions and `append`: each of those is a call, and a small step
         # has few.
@@ -467,8 +478,10 @@ class Steps(ClientClocks):
         push_parts: list[tuple[Gradient, ...]] = []
         pull_parts: list[tuple[ReadTarget, ...]] = []
         encoded: dict[int, Encoded] = {}
+        leaves = False
         if self.encoder is not None and not skip:
-            encoded = self._encode(self.encoder, parts, values)
+            encoded = self._encode(self.encoder, parts, values, flush)
+            leaves = self.encoder.leaves(group, encoded)
         for push, slot in parts.pushes:
             captured += [slot]
             if skip:
@@ -516,6 +529,8 @@ class Steps(ClientClocks):
             largest,
             saved,
             more,
+            0 if skip else flush,
+            leaves,
         )
         requests: list[Step] = []
         for base, push_part, pull_part in zip(self.versions[group], pushes, pulls, strict=True):
@@ -528,11 +543,14 @@ class Steps(ClientClocks):
         operation.on_complete = partial(self._answered, sent)
         return sent
 
-    def _encode(self, encoder: Encoder, parts: StepParts, values: list[Slot]) -> dict[int, Encoded]:
+    def _encode(
+        self, encoder: Encoder, parts: StepParts, values: list[Slot], flush: int
+    ) -> dict[int, Encoded]:
         """Encode those gradients of a part that are to be encoded, by block.
 
         Args:
             values: gets the slots that are taken.
+            flush: if not 0, the codecs leave nothing out that a later gradient is to make up for.
         """
         encoded: dict[int, Encoded] = {}
         began = self.now()
@@ -541,7 +559,8 @@ class Steps(ClientClocks):
             codec = push.block.push_codec
             if codec is None:
                 continue
-            if codec.even_local or not self._exchange.shared:
+            remote = codec.even_local or not self._exchange.shared
+            if remote and not (flush and codec.feedback):
                 encoded[push.block.id] = encoder.encode(push, slot, values, clock)
             else:
                 whole = encoder.whole(push, values)

@@ -184,8 +184,6 @@ class ShardBlock(ShardStorage):
             spec.pieces, self.low, self.high, separate=separate, shaped=self._whole
         )
         self.push_codec, self.pull_codec = _codecs(spec, codecs)
-        self.feeds_back = self.push_codec is not None and bool(self.push_codec.feedback)
-        """Whether its clients keep what is left out of gradients, a residual."""
         whole = self._whole or (self.push_codec is not None and self.push_codec.whole_tensors)
         self._aligned = not whole
         """Whether its part of a client's memory is aligned to `ALIGN`, not to its dtype's size."""

@@ -69,6 +69,8 @@ class CommitFiles(NamedTuple):
     cluster: bytes
     """`ClusterRecord`, in msgpack."""
     pause_s: float
+    lost_residuals: tuple[int, ...] = ()
+    """Ranks that had left something out of their gradients before the cut."""
 
 
 class Discard(NamedTuple):
@@ -428,6 +430,7 @@ class Checkpointing:
                 tuple(part.files for part in parts),
                 msgspec.msgpack.encode(record),
                 _pause_s(under_way),
+                tuple(sorted({rank for part in parts for rank in part.left_out})),
             )
         )
 

@@ -6,7 +6,7 @@ Functions of the group's state: none of them answers a step or decides which one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -321,3 +321,14 @@ def _apply(
         block.apply(*arguments)
     for number in keep:
         keep[number]()
+
+
+def flush_of(state: GroupState, chosen: Mapping[int, Contribution]) -> int:
+    """The flush that a clock was which these contributions made; 0: none, or one of their clients
+    keeps something that it did not flush."""
+    numbers = {each.step.flush for each in chosen.values() if each.step.flush}
+    for each in chosen.values():
+        left = each.step.leaves or state.id in each.session.left_out
+        if left and not each.step.flush:
+            return 0
+    return numbers.pop() if len(numbers) == 1 else 0

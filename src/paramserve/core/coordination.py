@@ -64,7 +64,6 @@ from paramserve.messages import (
     Reconnect,
     Record,
     Register,
-    ResidualsWanted,
     Scale,
     ServerBeat,
     ServerNotice,
@@ -527,12 +526,6 @@ class Coordination:
         elif self.checkpoints is not None and party.shard is not None:
             if isinstance(message, CutTaken):
                 self.checkpoints.cut_taken(message, self._now)
-            elif isinstance(message, ResidualsWanted):
-                last = dict(message.clients)
-                for each, client in [(n, p.client) for n, p in self._parties.items()]:
-                    if client in last:
-                        told = ResidualsWanted(message.cut, ((client, last[client]),))
-                        self._decided.notices.append((each, told))
             elif party.shard == message.shard:
                 self.checkpoints.cut_written(message, self._now)
 

@@ -11,6 +11,9 @@ All messages may be lost or repeated. A shard that has stopped for `CutAsk.limit
 itself; the cut is given up then and tried again later, with twice that limit. None is taken while a
 policy changes.
 
+Before the cut for a checkpoint clients flush what they have left out of their gradients
+(`core.flush`). Where a clock was that flush, shard 0 stops behind it, ahead of its `CutAsk`.
+
 A shard waits only for requests that may still come: not for those of a client whose session has
 ended there, is fenced, or has had no link for a while, nor of one that it does not know (a client
 has a session on every shard before it sends its first request). So a client that says goodbye
@@ -36,6 +39,7 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
+from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_S, Flush
 from paramserve.core.group import GroupMachine
 from paramserve.core.replies import refusal
 from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
@@ -51,7 +55,6 @@ from paramserve.messages import (
     CutTo,
     Done,
     PeerMessage,
-    ResidualsWanted,
     Step,
 )
 
@@ -174,6 +177,14 @@ class CutAgreement:
         """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
         self._told: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
+        self.flush: Flush | None = None
+        """Of shard 0: what clients are asked to flush before a cut."""
+        self._flushes: Wanted | None = None
+        """The cut that waits for it."""
+        self._flush_number = 0
+        """Of the last one."""
+        self._ahead = False
+        """Whether it has stopped behind a flush, and the cut has not begun."""
         self._number = 0
         """Attempts so far, as far as this shard knows."""
 
@@ -181,11 +192,19 @@ class CutAgreement:
 
     def allows(self, session: ShardSession, seq: int) -> bool:
         """Whether a request may be executed while the shard stops."""
-        return seq <= self._clients.get(session.client, 0)
+        rest = self._ahead and self._sessions.in_call(session.rank, session.client, seq - 1)
+        return rest or seq <= self._clients.get(session.client, 0)
 
     def allows_commit(self, commit: Commit) -> bool:
-        """Whether a clock may be committed while the shard stops."""
-        return commit.clock < self._clocks.get(commit.group, 0)
+        """Whether a clock may be committed while the shard stops. Ahead of the cut it is one of a
+        call that has begun."""
+        return self._ahead or commit.clock < self._clocks.get(commit.group, 0)
+
+    def _within_calls(self) -> bool:
+        """Whether a client has begun a call, and not ended it."""
+        sessions = self._sessions
+        each = sessions.by_client.values()
+        return any(sessions.in_call(s.rank, s.client, s.executed) for s in each if s.live)
 
     def _executed(self, session: ShardSession) -> int:
         return session.executed if session.fenced_by is None else session.fenced_at
@@ -231,11 +250,15 @@ class CutAgreement:
         told, under_way = self._told, [each.ask.checkpoint for each in self._wanted]
         if self._leading is not None:
             under_way.append(self._leading.wanted.ask.checkpoint)
+        if self._flushes is not None:
+            under_way.append(self._flushes.ask.checkpoint)
         if told is not None and told.checkpoint == checkpoint:
             self._outbox.append(Tell(told))
         elif checkpoint not in under_way:
             ask = CutAsk(0, 0, (), True, checkpoint=checkpoint, full=full)
-            self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
+            self._now, until = now, now + FLUSH_LIMIT_S
+            self._want_flushed(Wanted(ask, None, until + CUT_PATIENCE_S), until)
+            self._plan()
 
     def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
         """Let go of the cut for a checkpoint, or take none for it any more; forget who has ended
@@ -247,6 +270,42 @@ class CutAgreement:
             self.let_go(number)
         waiting = [each for each in self._wanted if each.ask.checkpoint != checkpoint]
         self._wanted = deque(waiting)
+        if self._flushes is not None and self._flushes.ask.checkpoint == checkpoint:
+            self.flush = self._flushes = None
+        self._plan()
+
+    def _want_flushed(self, wanted: Wanted, until: float) -> None:
+        """Have clients flush what they have left out, if any has; then begin the cut."""
+        self._flushes, self._flush_number = wanted, self._flush_number + 1
+        self.flush = Flush(self._flush_number, until, self._sessions, self._groups)
+        self._end_flush(self.flush.is_over())
+
+    def _end_flush(self, over: bool) -> None:
+        """Begin the cut that waits for a flush, if that is over."""
+        if not over or self._flushes is None:
+            return
+        wanted, self.flush, self._flushes = self._flushes, None, None
+        wanted.until = min(wanted.until, self._now + CUT_PATIENCE_S)
+        self._wanted.appendleft(wanted)
+        if self._leading is None:
+            self._begin()
+
+    def look_at_flush(self, now: float) -> bool:
+        """Something has happened while clients are to flush; whether they have."""
+        self._now, flush = now, self.flush
+        if flush is not None:
+            self._end_flush((self._ahead or flush.is_over()) and not self._within_calls())
+            self._plan()
+        return self.flush is None
+
+    def stop_behind(self, flush: int, now: float) -> None:
+        """On shard 0, a clock was a flush: do nothing behind it until the cut begins."""
+        if self.stops or self.flush is None or self.flush.number != flush:
+            return
+        self.stops, self.settling, self._ahead = True, False, True
+        self._now = self._stopped_at = now
+        self._until = now + AHEAD_LIMIT_S
+        self._clients, self._clocks = {}, {}
         self._plan()
 
     def _want(self, wanted: Wanted, now: float) -> None:
@@ -318,12 +377,9 @@ class CutAgreement:
             if _same_rows(leading):
                 left_out = self._named({client for client, _ in self._late})
                 self._tell(_taken(leading, part, torn, left_out))
-                if part.residuals:
-                    last = tuple((client, part.clients[client]) for client in part.residuals)
-                    self._outbox.append(Tell(ResidualsWanted(message.number, last)))
             else:  # of a table that is new, one has all rows and another one only those changed
                 ask = structs.replace(leading.wanted.ask, full=True)
-                self._wanted.appendleft(Wanted(ask, None, leading.wanted.until))
+                self._want_flushed(Wanted(ask, None, leading.wanted.until), leading.wanted.until)
         self._retry_at = self._now
 
     def _tell(self, taken: CutTaken) -> None:
@@ -440,7 +496,9 @@ class CutAgreement:
         self._number = max(self._number, ask.number)
         if ask.checkpoint != self._stopped_for:
             self._stopped_for, self._longest_s = ask.checkpoint, 0.0
-        self._stopped_at = self._now
+        if not self._ahead:
+            self._stopped_at = self._now
+        self._ahead = False
         self._until = self._now + min(CUT_LIMIT_MAX_S, ask.limit_s)
         self._clients = self.numbers()
         self._clocks = {number: each.state.committed for number, each in self._groups.items()}
@@ -577,11 +635,11 @@ class CutAgreement:
 
     def _go_on(self) -> None:
         """Stop no more: with this shard's part of the cut, or without."""
-        assert self._asked is not None
-        self._ended = self._asked.number
-        self._longest_s = max(self._longest_s, self._now - self._stopped_at)
+        if self._asked is not None:
+            self._ended = self._asked.number
+            self._longest_s = max(self._longest_s, self._now - self._stopped_at)
         self._asked = self._at = None
-        self.stops = self.settling = False
+        self.stops = self.settling = self._ahead = False
         self._outbox.append(GoOn())
 
     # --- parts that are kept, and time -----------------------------------------------------------
@@ -629,6 +687,8 @@ class CutAgreement:
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered; give up what takes too long."""
         self._now = now
+        if self.flush is not None:
+            self._end_flush(self.flush.until <= now)
         leading = self._leading
         if leading is not None:
             if leading.limit <= now:
@@ -638,7 +698,11 @@ class CutAgreement:
             elif leading.repeat_at <= now:
                 self._tell_all()
         elif self._wanted and self._retry_at <= now:
-            self._begin()
+            if self._wanted[0].ask.checkpoint:
+                wanted = self._wanted.popleft()
+                self._want_flushed(wanted, min(now + FLUSH_LIMIT_S, wanted.until))
+            else:
+                self._begin()
         if self.stops and self._until <= now:
             self._go_on()
         for number in [n for n, part in self.kept.items() if part.keep_until <= now]:
@@ -649,6 +713,8 @@ class CutAgreement:
         times = [part.keep_until for part in self.kept.values()]
         if self.stops:
             times.append(self._until)
+        if self.flush is not None:
+            times.append(self.flush.until)
         if self._leading is not None:
             times.append(min(self._leading.limit, self._leading.repeat_at))
         elif self._wanted:

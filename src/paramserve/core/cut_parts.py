@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord, group_record, session_record
+from paramserve.core.flush import ranks_left
 from paramserve.core.group import GroupMachine
 from paramserve.core.shard_sessions import Sessions
 from paramserve.core.sums import RowSum, Sum
@@ -65,7 +66,6 @@ class BlockCopy:
     def __init__(self, block: ShardBlock, whole: bool, memory: CutMemory) -> None:
         self.spec: BlockSpec = block.spec
         self.attempt = block.attempt
-        self.feeds_back = block.feeds_back
         self.low, self.size = block.low, block.size
         self.counts = block.counts
         self._arrays = (block.value, *block.state) if whole else (block.value,)
@@ -175,8 +175,7 @@ class ShardCut:
         tables, sums, groups, sessions, members: of a whole cut, all else that the shard is rebuilt
             from: rows by block; by group what its buffer has, by block; records; and the cluster's
             members as the shard knows them.
-        residuals: of a whole cut, the clients that keep residuals, with their ranks.
-        unclaimed: as `Shard.unclaimed`.
+        left_out: of a whole cut, ranks that keep something that was left out of their gradients.
         begun: (client, lease, samples): how much of its leased samples is in it with a call that is
             not over.
         snapshot: whether it is for those who watch the group.
@@ -223,8 +222,7 @@ class ShardCut:
         self.groups: tuple[GroupRecord, ...] = ()
         self.sessions: tuple[SessionRecord, ...] = ()
         self.begun: tuple[tuple[int, int, int], ...] = ()
-        self.residuals: dict[int, int] = {}
-        self.unclaimed: frozenset[tuple[int, int]] = frozenset()
+        self.left_out: tuple[int, ...] = ()
         self.members: tuple[Member, ...] = ()
         self.members_number = 0
         if ask.whole:
@@ -238,7 +236,7 @@ class ShardCut:
             self.groups = tuple(group_record(each, begun.get(each.state.id, {})) for each in chosen)
             found = sessions.by_client
             self.sessions = tuple(session_record(found[each], clients[each]) for each in found)
-            self.residuals = {each.client: each.rank for each in sessions.feeding_back()}
+            self.left_out = ranks_left(sessions)
             self.members = tuple(sessions.members.values())
             self.members_number = sessions.members_number
         self.stopped_s = memory.now() - began

@@ -12,7 +12,6 @@ from paramserve.messages import (
     Inquire,
     Members,
     PeerMessage,
-    ResidualsWanted,
     ShardRequest,
 )
 
@@ -142,14 +141,20 @@ class LookAgain(Struct, frozen=True):
 class Tell(Struct, frozen=True):
     """Tell the coordinator."""
 
-    message: CutTaken | ResidualsWanted
+    message: CutTaken
+
+
+class Stop(Struct, frozen=True):
+    """A clock was the flush of this number, which a cut waits for; 0: of none."""
+
+    flush: int
 
 
 class GoOn(Struct, frozen=True):
     """Execute what waits behind a cut, as far as it is allowed now."""
 
 
-GroupEffect = Reply | Send | EnterGroups | Counted | LookAgain | Tell | GoOn
+GroupEffect = Reply | Send | EnterGroups | Counted | LookAgain | Tell | Stop | GoOn
 """What the machine of a group, or a cut, asks of its shard."""
 
 
@@ -166,4 +171,4 @@ class Effects(Struct):
     drops: list[int] = []
     refused: ParamServeError | None = None
     deadline: float | None = None
-    notices: list[CutTaken | ResidualsWanted] = []
+    notices: list[CutTaken] = []

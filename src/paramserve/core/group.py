@@ -20,7 +20,7 @@ from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
 from paramserve.core import collecting, group_waits, policy_calls, stepping
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead, lead_of
-from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send
+from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send, Stop
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
@@ -524,7 +524,7 @@ class GroupMachine:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
         plain = plain and not self.membership.entering
-        if not plain or state.collect.pending or state.buffer.count:
+        if not plain or step.flush or state.collect.pending or state.buffer.count:
             return None
         if step.clock != state.committed or not collecting.cannot_fail(step, parts):
             return None
@@ -639,6 +639,8 @@ class GroupMachine:
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
         for rank in chosen:  # also of clients that have ended since
+            if chosen[rank].step.flush:  # before anything that is sent behind it
+                self._outbox.append(Stop(collecting.flush_of(state, chosen)))
             if chosen[rank].step.mark is not None:
                 state.mark(chosen[rank].session.client, chosen[rank].step.mark)
         state.commit()

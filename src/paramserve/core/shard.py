@@ -42,8 +42,10 @@ from paramserve.core.events import (
     Reply,
     Requested,
     Send,
+    Stop,
     Tell,
 )
+from paramserve.core.flush import note
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import GroupState, Watching
 from paramserve.core.replies import (
@@ -156,11 +158,6 @@ class Shard:
             number, shards, self.sessions, self.groups, resend_s, self._outbox, self._freeze
         )
         self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
-        self.unclaimed: set[tuple[int, int]] = set()
-        """(group, rank) where the checkpoint that this shard has gone on from has a residual that
-        the rank has not pushed with."""
-        self._feed_back: set[int] = set()
-        """Groups with blocks whose clients keep residuals."""
         self._deferred: list[FromShard | ClientBye] = []
         """What has come since the shard stopped for a cut, and would change something."""
         self._now = 0.0
@@ -210,6 +207,8 @@ class Shard:
                 for client in self.sessions.expired(now):
                     self._client_bye(ClientBye(client))
         if self._outbox or self.cuts.settling:
+            self._work_off()
+        if self.cuts.flush is not None and self.cuts.look_at_flush(now):
             self._work_off()
         deadline = self.cuts.deadline
         for number in self.groups:
@@ -288,6 +287,8 @@ class Shard:
                         self._resume(session)
                 case Tell(told):
                     self._effects.notices.append(told)
+                case Stop(flush):
+                    self.cuts.stop_behind(flush, self._now)
                 case GoOn():
                     self._go_on()
 
@@ -319,11 +320,7 @@ class Shard:
     def _freeze(self, ask: CutAsk, clients: Mapping[int, int]) -> ShardCut:
         """This shard's part of a cut, as of now."""
         memory = self.cut_memory
-        part = ShardCut(self.number, ask, clients, self.groups, self.sessions, memory)
-        part.unclaimed = frozenset(self.unclaimed)
-        for client in part.residuals:
-            self.sessions.by_client[client].cut = ask.number, clients[client]
-        return part
+        return ShardCut(self.number, ask, clients, self.groups, self.sessions, memory)
 
     def _from_shard(self, message: PeerMessage) -> None:
         if self.cuts.stops and self._waits_for_cut(message):
@@ -447,8 +444,8 @@ class Shard:
                 raise session.fenced()
             message = request.message
             if type(message) is Step and message.group in self.groups:
-                if self._feed_back and message.push and message.group in self._feed_back:
-                    self._feeds_back(session, message)
+                if message.push and (message.leaves or session.left_out):
+                    session.pushed = message
                 if message.more or session.rank in self.sessions.calls:
                     self._begin_part(session, message)
                 answer = self.groups[message.group].step(session, request, self._now)
@@ -458,22 +455,6 @@ class Shard:
             answer = Answer(self._refusal(request.message, error))
         if answer is not None:
             self._answer(session, answer)
-
-    def _feeds_back(self, session: ShardSession, step: Step) -> None:
-        """A client pushes to a group with residuals."""
-        session.feeds_back = session.feeds_back or any(each.extent for each in step.push)
-        self.unclaimed.discard((step.group, session.rank))
-
-    def _after_cut(self, session: ShardSession, answer: Answer) -> Answer:
-        """An answer to a client that keeps residuals, while the shard keeps a cut for a checkpoint:
-        it says of a request that is behind the cut that it is."""
-        assert session.cut is not None
-        (cut, last), message = session.cut, answer.message
-        if cut not in self.cuts.kept:
-            session.cut = None
-        elif type(message) is Done and message.seq > last and message.taken < 0:
-            return structs.replace(answer, message=structs.replace(message, taken=cut))
-        return answer
 
     def _begin_part(self, session: ShardSession, step: Step) -> None:
         """A step of a call that steps several groups, or the next one, begins."""
@@ -499,8 +480,13 @@ class Shard:
     def _answer(self, session: ShardSession, answer: Answer) -> None:
         if session.rank in self.sessions.retiring and type(answer.message) is Done:
             answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
-        if session.cut is not None:
-            answer = self._after_cut(session, answer)
+        if session.pushed is not None:
+            note(session, session.pushed, answer)
+            session.pushed = None
+        asked = self.cuts.flush
+        if asked is not None and session.left_out and type(answer.message) is Done:
+            message = structs.replace(answer.message, flush=asked.request)
+            answer = structs.replace(answer, message=message)
         session.record(answer)
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
@@ -633,7 +619,7 @@ class Shard:
         try:
             if spec.table is not None and rule is not None:
                 return KeyedBlock(spec, self.shards, rule, attempt)
-            block = ShardBlock(spec, self.number, rule, attempt, self.codecs, self._streams)
+            return ShardBlock(spec, self.number, rule, attempt, self.codecs, self._streams)
         except MemoryError:
             size = sum(spec.cuts[self.number + 1 :][:1]) - sum(spec.cuts[self.number :][:1])
             what = f"{size} elements of {spec.dtype}" if spec.table is None else "a table"
@@ -641,9 +627,6 @@ class Shard:
                 f"shard {self.number} has no memory for block {spec.block} ({what})",
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
-        if block.feeds_back:
-            self._feed_back.add(spec.group)
-        return block
 
     def _new_group_of(self, message: Define) -> GroupMachine:
         spec, own = message.spec, message.spec.consistency

@@ -145,10 +145,12 @@ class ShardSession:
         self.unread: dict[int, Array | None] = {}
         """By number: values that went out in a frame, and may be lost with it. None: they are read
         again then, and newer ones will do."""
-        self.feeds_back = False
-        """Whether it pushes gradients whose codec leaves something out that the client keeps."""
-        self.cut: tuple[int, int] | None = None
-        """Of such a client: the newest cut for a checkpoint, and its last number in it."""
+        self.left_out: set[int] = set()
+        """Groups where its client keeps something that was left out of its gradients."""
+        self.flushed = 0
+        """The newest flush that a step of it was which was applied."""
+        self.pushed: Step | None = None
+        """A step that may change that, until it is answered."""
         self._outcomes: dict[int, Done | Refused] = {}
 
     @property
@@ -249,6 +251,8 @@ class Sessions:
         self.closed: dict[int, int] = {}
         """By client that has ended with something unanswered: its last number that has had its
         effect here. Another shard may have had less of it, or have more."""
+        self.left_behind: set[int] = set()
+        """Ranks whose client has ended with something that was left out of its gradients."""
         self.calls: dict[int, list[CallPart]] = {}
         """By rank: of its last call, if that steps several groups, the parts that were begun."""
         self._shard = shard
@@ -260,11 +264,6 @@ class Sessions:
     def live(self) -> list[int]:
         """Ranks that a synchronous clock waits for, in order."""
         return [r for r, m in sorted(self.members.items()) if m.state in AWAITED]
-
-    def feeding_back(self) -> list[ShardSession]:
-        """Those of workers that keep residuals, and go on."""
-        sessions = self.by_client.values()
-        return [s for s in sessions if s.feeds_back and s.rank != NO_RANK and s.fenced_by is None]
 
     def window(self) -> int:
         """The most calls that one client may have unanswered."""
@@ -315,6 +314,7 @@ class Sessions:
         if event.rank == NO_RANK:
             return False
         self.workers[event.rank] = session
+        self.left_behind.discard(event.rank)
         member = self.members.get(event.rank)
         changed = member is None or event.incarnation > member.incarnation
         if changed:
@@ -342,6 +342,8 @@ class Sessions:
         if self.workers.get(session.rank) is not session:
             return False
         del self.workers[session.rank]
+        if session.left_out:
+            self.left_behind.add(session.rank)
         member = self.members.get(session.rank)
         own = member is not None and member.incarnation == session.incarnation
         if member is None or not own or member.state not in AWAITED:

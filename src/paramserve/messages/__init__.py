@@ -7,9 +7,8 @@ padded to `ALIGN`; another number names a shared arena of this client, and `offs
 
 By who talks to whom: `opening` (the first on every connection), `requests` (client to shard) and
 `answers` (shard to client), `peers` (shard to shard), `coordinator`, and of its messages `leases`
-(who takes which samples) and `checkpoints` (how one is written); `residuals` (what workers have
-left out of their gradients, in checkpoints). `blocks` says what a block is, `wire` how a message
-becomes bytes.
+(who takes which samples) and `checkpoints` (how one is written). `blocks` says what a block is,
+`wire` how a message becomes bytes.
 """
 
 from paramserve.messages.answers import (
@@ -128,17 +127,6 @@ from paramserve.messages.requests import (
     Undefine,
     Watch,
 )
-from paramserve.messages.residuals import (
-    ALL_KEPT,
-    RESIDUAL_ELEMENTS_MAX,
-    AskResidual,
-    KeepResidual,
-    ResidualFound,
-    ResidualKept,
-    ResidualReply,
-    ResidualRequest,
-    ResidualsWanted,
-)
 from paramserve.messages.saved import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved, SavedAt
 from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, decoder, encode
 
@@ -157,8 +145,6 @@ Message = (
     | ServerEnds
     | CoordinatorReply
     | ServerNotice
-    | ResidualRequest
-    | ResidualReply
 )
 
 __all__ = [
@@ -243,16 +229,6 @@ __all__ = [
     "AskCheckpoint",
     "Checkpointed",
     "CheckpointReport",
-    # workers' residuals in checkpoints
-    "RESIDUAL_ELEMENTS_MAX",
-    "ALL_KEPT",
-    "KeepResidual",
-    "ResidualKept",
-    "AskResidual",
-    "ResidualFound",
-    "ResidualsWanted",
-    "ResidualRequest",
-    "ResidualReply",
     # to and from the coordinator
     "Register",
     "Enlist",

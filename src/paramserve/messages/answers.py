@@ -23,12 +23,13 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     `version` is the group's version on this shard after it, `clock` the smallest clock of the live
     workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
     policy says. `counts`: update counts of the pieces (`Fetch`), or as `Scan` and `Delete` say.
-    `taken`: the version of the snapshot in the payload, or -1 (`TakeSnapshot`); of a client that
-    keeps residuals, the cut for a checkpoint that lies before the request, as long as the shard
-    keeps that. `dropped`: snapshots that no one took in time. `at`: the clock with which the worker
+    `taken`: the version of the snapshot in the payload, or -1 (`TakeSnapshot`).
+    `dropped`: snapshots that no one took in time. `at`: the clock with which the worker
     goes on, or -1: with its own next one. `pending`: the rank is no member of the group, and this
     step changed nothing: it has to join first. `retire`: the run will do without this worker.
-    `news`: changes of the group's policy that this client has not been told of.
+    `news`: changes of the group's policy that this client has not been told of. `flush` (number,
+    group, clock): the call that steps this group at this clock, or with the group -1 the next one,
+    is to leave nothing out of its gradients; empty: none is.
     """
 
     seq: int
@@ -43,6 +44,7 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     retire: bool = False
     news: tuple[GroupPolicy, ...] = ()
     pending: bool = False
+    flush: tuple[int, ...] = ()
 
 
 class Refused(Struct, frozen=True, array_like=True, tag="refused"):

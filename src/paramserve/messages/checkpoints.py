@@ -59,7 +59,8 @@ class CutWritten(Struct, frozen=True, array_like=True, tag="cut-written"):
 
     `files`: `checkpoint.manifest.Written` of each file, in msgpack. `pause_s`: the longest that the
     shard executed nothing for this checkpoint. `marks`: as `GroupReport.marks`, of the cut, of all
-    groups; `begun`: the same with calls that are not over in it.
+    groups; `begun`: the same with calls that are not over in it. `left_out`: ranks that keep
+    something that was left out of their gradients before the cut.
     """
 
     checkpoint: int
@@ -69,6 +70,7 @@ class CutWritten(Struct, frozen=True, array_like=True, tag="cut-written"):
     marks: tuple[tuple[int, int, int], ...] = ()
     failed: str = ""
     begun: tuple[tuple[int, int, int], ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 class CheckpointOver(Struct, frozen=True, array_like=True, tag="checkpoint-over"):

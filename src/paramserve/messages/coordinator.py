@@ -19,7 +19,6 @@ from paramserve.messages.checkpoints import (
 )
 from paramserve.messages.debugging import AskDebug, DebugReport
 from paramserve.messages.leases import DatasetSize, GiveBack, Lease, Leased, LeaseReport, SameSize
-from paramserve.messages.residuals import ResidualsWanted
 
 
 class Register(Struct, frozen=True, array_like=True, tag="register"):
@@ -462,7 +461,7 @@ CoordinatorRequest = (
     | AskCheckpoint
     | AskDebug
 )
-CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten | ResidualsWanted
+CoordinatorNotice = WorkerBeat | ServerBeat | CutTaken | CutWritten
 CoordinatorReply = (
     Enlisted
     | Joined
@@ -478,5 +477,5 @@ CoordinatorReply = (
     | Ok
     | Failed
 )
-ServerNotice = Members | BeginCheckpoint | WriteCut | CheckpointOver | ResidualsWanted
-"""What the coordinator tells servers, unasked; the last one it tells workers."""
+ServerNotice = Members | BeginCheckpoint | WriteCut | CheckpointOver
+"""What the coordinator tells servers, unasked."""

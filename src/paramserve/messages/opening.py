@@ -12,8 +12,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """First frame on every connection, sent after the peer proved to belong here.
 
     `role`, to a shard: "client", "attach" (one more arena for a client), "server" (another shard),
-    "residuals" (a worker's, besides: see `messages.residuals`), "probe" (does it answer?); to the
-    coordinator: "join" (a client), "register" (a server), "driver". They are all distinct:
+    "probe" (does it answer?); to the coordinator: "join" (a client), "register" (a server),
+    "driver". They are all distinct:
     one port may serve both. `window`: calls that the client leaves unanswered at most, each of
     which ends at most one step of a group; `requests`: numbered requests of these calls together
     (0: as many). `again`: it has been connected before. `arenas` lists (number, bytes) of the

@@ -100,7 +100,8 @@ class Step(Struct, array_like=True, tag="step"):
     `saved`: what the worker has saved since it said so last; the shard keeps it for the next
     incarnation of this rank, as of the last two steps that said something. `more`: the next number
     belongs to the same call, which steps several groups; with the mark of the call's last step,
-    (0, 0) where that has none.
+    (0, 0) where that has none. `flush`: the number of `Done.flush` if this was asked for; 0: else.
+    `leaves`: whether the client keeps something that is left out of its gradients for this group.
 
     Not frozen: a client's session numbers it in place, once, before it is sent.
     """
@@ -122,6 +123,8 @@ class Step(Struct, array_like=True, tag="step"):
     largest: float = -1.0
     saved: tuple[Saved, ...] = ()
     more: tuple[int, int] | None = None
+    flush: int = 0
+    leaves: bool = False
 
 
 NOTE_BYTES_MAX = 64 * 1024

@@ -618,7 +618,7 @@ class Adopted(ABC, Generic[B]):
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
             local, clock = client.connection.exchange.shared, client.steps.resumed.get(name, 0)
-            lost = client.residuals.lost_of(name)
+            lost = (client.rank,) if client.connection.incarnation > 1 else ()
             told = in_words(name, self._blocks, local=local, clock=clock, lost=lost)
             print(f"paramserve: {told}\n", end="", file=sys.stderr, flush=True)
         client.enter(name)  # before the values are read: they stay present from then on

@@ -17,9 +17,8 @@ import msgspec
 from paramserve.checkpoint.committing import read_cluster
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.locations import storage_at
-from paramserve.checkpoint.manifest import Written
+from paramserve.checkpoint.manifest import Written, lost_residuals
 from paramserve.checkpoint.reader import Checkpoint
-from paramserve.checkpoint.residuals import SavedResiduals
 from paramserve.checkpoint.shard_reader import LoadedShard
 from paramserve.checkpoint.shard_writer import Job, write_shard
 from paramserve.checkpoint.storage import Storage
@@ -37,7 +36,6 @@ from paramserve.core.shard import Shard
 from paramserve.errors import ParamServeError
 from paramserve.logs import event
 from paramserve.messages import BeginCheckpoint, CheckpointOver, CutWritten, WriteCut
-from paramserve.server.residuals import Residuals
 from paramserve.transport.timing import Loop, Pending
 
 logger = logging.getLogger("paramserve")
@@ -49,10 +47,8 @@ class _Writing:
     def __init__(self, notice: WriteCut, writer: Writer) -> None:
         self.notice = notice
         self.writer = writer
-        self.turns: Generator[Job | None, Any, tuple[Written, ...]] | None = None
+        self.turns: Generator[Job, Any, tuple[Written, ...]] | None = None
         self.part: ShardCut | None = None
-        self.waits = False
-        """Whether the next turn is taken when a client has sent something."""
         self.pause_s = 0.0
         """The longest turn so far, in which the shard executed nothing."""
 
@@ -65,7 +61,6 @@ class PartWriter:
         storage: of the run's checkpoints; None: the run writes none.
         tell: sends a message to the coordinator.
         cut: has the shard take a cut for a checkpoint.
-        residuals: of the shard's clients.
     """
 
     def __init__(
@@ -75,14 +70,12 @@ class PartWriter:
         storage: Storage | None,
         tell: Callable[[CutWritten], None],
         cut: Callable[[BeginCheckpoint], None],
-        residuals: Residuals,
     ) -> None:
         self._shard = shard
         self._loop = loop
         self._storage = storage
         self._tell = tell
         self._cut = cut
-        self._residuals = residuals
         self._prepares = 0
         """The checkpoint that memory is prepared for."""
         self._prepared = False
@@ -135,9 +128,7 @@ class PartWriter:
         except ParamServeError as error:
             self._fail(writing, error)
             return
-        residuals = partial(self._residuals.turns, part)
-        shards, blocks = self._shard.shards, notice.blocks
-        writing.turns = write_shard(part, shards, blocks, writing.writer, residuals)
+        writing.turns = write_shard(part, self._shard.shards, notice.blocks, writing.writer)
         self._turn(writing, None)
 
     def _turn(self, writing: _Writing, result: Any) -> None:
@@ -154,23 +145,7 @@ class PartWriter:
             self._fail(writing, error)
         else:
             writing.pause_s = max(writing.pause_s, self._loop.time() - began)
-            if job is None:
-                self._wait(writing)
-                return
             self._loop.run_in_executor(None, job).add_done_callback(partial(self._next, writing))
-
-    def _wait(self, writing: _Writing) -> None:
-        """Take the next turn when more has come of what the clients send: until then the copies of
-        the cut, which are written, need no memory."""
-        assert writing.part is not None
-        writing.pause_s = max(writing.pause_s, writing.part.pause_s)
-        writing.part.close()
-        writing.waits = True
-        self._residuals.wait(partial(self._woken, writing))
-
-    def _woken(self, writing: _Writing) -> None:
-        writing.waits = False
-        self._turn(writing, None)
 
     def _written(self, writing: _Writing, files: tuple[Written, ...]) -> CutWritten:
         part = writing.part
@@ -182,6 +157,7 @@ class PartWriter:
             pause_s=max(writing.pause_s, part.pause_s),
             marks=tuple(mark for group in part.groups for mark in group.marks),
             begun=part.begun,
+            left_out=part.left_out,
         )
 
     def _next(self, writing: _Writing, done: Pending[Any]) -> None:
@@ -211,7 +187,6 @@ class PartWriter:
         self._writing = None
         self._told = told
         self._shard.cuts.let_go(notice.cut)
-        self._residuals.look()
         self._shard.cut_memory.give_back()
         self._tell(told)
 
@@ -245,31 +220,7 @@ class PartWriter:
     def _give_up(self) -> None:
         if self._writing is not None:
             self._shard.cuts.let_go(self._writing.notice.cut)
-            self._residuals.look()
-            if self._writing.waits:
-                self._residuals.stop()
-                self._close_files(self._writing)
         self._writing = None
-
-
-def saved_residuals(
-    shard: Shard, plan: CheckpointPlan, storage: Storage | None = None
-) -> SavedResiduals | None:
-    """The residuals of the checkpoint that a shard goes on from; None: it has none.
-
-    Args:
-        shard: as `resume` has left it.
-        storage: as for `resume`.
-    Raises:
-        CheckpointDamaged: a file is missing, too short, or of other tensors than its block.
-    """
-    where = storage if storage is not None else storage_at(plan.resume_folder)
-    cluster = read_cluster(where, plan.resume)
-    specs = [each for each in blocks_for(cluster, shard.shards) if each.push is not None]
-    if not specs:
-        return None
-    manifest = Folder(where).named(plan.resume)
-    return SavedResiduals(where, manifest, specs, len(shard.sessions.first))
 
 
 def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | None = None) -> None:
@@ -286,6 +237,9 @@ def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | No
     cluster, policy = read_cluster(where, plan.resume), policy_spec(shard.policy)
     specs = blocks_for(cluster, shard.shards)
     with Checkpoint(where, Folder(where).named(plan.resume)) as saved:
+        if shard.number == LEAD and (told := lost_residuals(saved.manifest)):
+            extra = event("residuals-lost", role="server", server=shard.number)
+            logger.warning("%s", told, extra=extra)
         workers = len(shard.sessions.first)
         part = LoadedShard(saved, specs, shard.number, shard.shards, workers)
         for spec in specs:

@@ -20,7 +20,7 @@ from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.logs import hide
 from paramserve.messages import Hello, Ok, Reconnect, Register
 from paramserve.recent import recorded
-from paramserve.server.checkpoints import resume, saved_residuals
+from paramserve.server.checkpoints import resume
 from paramserve.server.cut_memory import PreparedMemory
 from paramserve.server.role import Control, ServerRole
 from paramserve.transport.buffers import Buffers
@@ -76,7 +76,6 @@ def process_role(
     loop = asyncio.get_running_loop()
     dial, plan = dialer(config, credentials), config.checkpoints
     storage = storage_at(plan.folder) if plan.folder else None
-    saved = saved_residuals(shard, plan) if plan.resume else None
     wake_s = SYSTEM.wake_s()
     return ServerRole(
         config,
@@ -85,7 +84,6 @@ def process_role(
         control,
         dial,
         storage=storage,
-        saved=saved,
         wake_s=wake_s,
         memory_bytes=machine.resident_bytes,
     )

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from paramserve.checkpoint.residuals import SavedResiduals
 from paramserve.checkpoint.storage import Storage
 from paramserve.compiling import needed
 from paramserve.config import ServerConfig
@@ -55,7 +54,6 @@ from paramserve.messages import (
     Inquire,
     Members,
     PeerMessage,
-    ResidualsWanted,
     ServerBeat,
     ServerEnds,
     ServerNotice,
@@ -66,7 +64,6 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.server.checkpoints import PartWriter
-from paramserve.server.residuals import Residuals
 from paramserve.transport.connection import refusal, take_arenas
 from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener
@@ -78,9 +75,6 @@ logger = logging.getLogger("paramserve")
 
 BEAT = AskReport()
 """What a heartbeat tells, unasked."""
-
-RESIDUALS = -2
-"""In place of a client's number, of a connection for its residual."""
 
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """As `compiling.needed`."""
@@ -116,7 +110,6 @@ class ServerRole:
         control: the connection to the coordinator; None: there is no coordinator.
         dial: how the other servers are reached.
         storage: of the run's checkpoints; None: it writes none.
-        saved: the residuals of the checkpoint that the shard goes on from, if there are any.
         needed: what has to run before a block can be defined.
         wake_s: what waking this process costs, in seconds; 0.0: nothing.
         memory_bytes: how much memory this process has; 0: not known.
@@ -131,7 +124,6 @@ class ServerRole:
         dial: Dial,
         *,
         storage: Storage | None = None,
-        saved: SavedResiduals | None = None,
         needed: Needed = needed,
         wake_s: float = 0.0,
         memory_bytes: Callable[[], int] = lambda: 0,
@@ -145,8 +137,7 @@ class ServerRole:
         self._needed = needed
         self._memory_bytes = memory_bytes
         self._parties: dict[Connection, int] = {}
-        """By connection, its client; 0: another server; -1: nothing that it sends counts;
-        `RESIDUALS`: a client's for its residual."""
+        """By connection, its client; 0: another server; -1: nothing that it sends counts."""
         self._clients: dict[int, Connection] = {}
         self._memories: dict[Connection, Memory] = {}
         """What the requests of a client speak of, by connection."""
@@ -170,11 +161,8 @@ class ServerRole:
         """Of waits for the next frame, after one over TCP and after one of this host."""
         self._beating: Handle | None = None
         self._restoring = False
-        self._residuals = Residuals(shard, loop, saved)
-        self._checkpoints = PartWriter(
-            shard, loop, storage, self._tell, self._take_cut, self._residuals
-        )
-        self._untold: list[CutTaken | CutWritten | ResidualsWanted | ServerEnds] = []
+        self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
+        self._untold: list[CutTaken | CutWritten | ServerEnds] = []
         """What the coordinator has not taken yet."""
         self._oversize_told = False
         self._closed = False
@@ -210,9 +198,6 @@ class ServerRole:
             self._parties[conn] = 0
         elif hello.role == "client" and hello.client > 0:
             self._client(conn, hello)
-        elif hello.role == "residuals":
-            self._residuals.opened(conn)
-            self._parties[conn] = RESIDUALS
         else:
             raise ProtocolError(
                 f"a peer came as {hello.role!r} number {hello.client}", fix="run the same version"
@@ -261,8 +246,6 @@ class ServerRole:
                 self._loading.append((conn, header, payload))
             elif client == 0:
                 self._happen(FromShard(_decode_peer(header)))
-            elif client == RESIDUALS:
-                self._residuals.frame(conn, header, payload)
             else:
                 message = _decode_client(header)
                 if type(message) is Step:
@@ -325,8 +308,6 @@ class ServerRole:
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn)
         self._memories.pop(conn, None)
-        if client == RESIDUALS:
-            self._residuals.closed(conn)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
             told = "the connection of client %d has ended"
@@ -481,7 +462,7 @@ class ServerRole:
         """Tell the coordinator that this server was told to end, which it does not do yet."""
         self._tell(ServerEnds(self.config.shard))
 
-    def _tell(self, message: CutTaken | CutWritten | ResidualsWanted | ServerEnds) -> None:
+    def _tell(self, message: CutTaken | CutWritten | ServerEnds) -> None:
         """Tell the coordinator, now or as soon as it takes it."""
         if self._control is not None:
             self._untold.append(message)
@@ -491,8 +472,6 @@ class ServerRole:
         """Heartbeat; also the moment when the shard looks at its own deadlines."""
         self._beating = self._loop.call_later(self.config.deadlines.heartbeat_s, self._beat)
         self._happen(DeadlineReached())
-        if self._residuals.came:
-            self._residuals.look()
         control = self._control
         if control is None:
             return
@@ -547,7 +526,6 @@ class ServerRole:
         """Stop talking with the coordinator, and close the links to other servers."""
         self._closed = True
         self._checkpoints.close()
-        self._residuals.close()
         if self._beating is not None:
             self._beating.cancel()
         if self._control is not None:

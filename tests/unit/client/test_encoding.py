@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from tests.unit.client.fakes import block_of
 
-from paramserve.client.encoding import Captured, Encoded, Encoder, in_words
+from paramserve.client.encoding import Encoded, Encoder, in_words
 from paramserve.client.exchange import Slot
 from paramserve.client.step_parts import BlockPush
 from paramserve.codecs import BFloat16, Codec, Feedback, Int2, Int4, Int8, Sign, TopK
@@ -173,83 +173,49 @@ def test_report_counts_bytes_and_measures_what_is_left_out_by_group() -> None:
     assert encoder.sent_bytes == told["one"].sent_bytes + told["two"].sent_bytes
 
 
-def answer_after(encoder: Encoder, pushed: Pushed, cut: int) -> None:
-    """All shards have applied it, and say that a cut lies before it (0: say nothing)."""
+def test_flush_is_made_once_and_again_where_a_shard_has_not_applied_it() -> None:
+    """By the next call, or by the one of a clock."""
+    block = block_with(Int4())
+    encoder, drawn = Encoder(0, take), np.random.default_rng(0)
+    asked = push(encoder, block, drawn, 0.0)
     operation = Operation(SHARDS)
-    for shard in range(SHARDS):
-        operation.answered(shard, Done(1, taken=cut or -1))
-    encoder.answered([pushed.encoded], operation)
-
-
-def capturing(kind: Any = Int4) -> tuple[Encoder, Block, list[Captured]]:
-    encoder, captured = Encoder(0, take), list[Captured]()
-    encoder.captured = captured.append
-    return encoder, block_with(kind()), captured
-
-
-def test_residual_of_a_cut_is_as_the_last_push_in_it_left_it() -> None:
-    """Bit by bit, whatever is on its way; and it is copied once."""
-    encoder, block, captured = capturing()
-    drawn = np.random.default_rng(0)
-    first = push(encoder, block, drawn, 0.0)
-    answer_after(encoder, first, 0)
-    expected = encoder.residual(block)
-    assert expected is not None
-    behind = [push(encoder, block, drawn, 0.0) for _ in range(3)]
-    for each in behind:
-        answer_after(encoder, each, 5)
-    ((cut, ((found_block, found),)),) = captured
-    assert (cut, found_block.id) == (5, block.id)
-    assert found.tobytes() == expected.tobytes()
-
-
-def test_residual_of_a_cut_waits_for_answers_that_are_in_it() -> None:
-    encoder, block, captured = capturing()
-    drawn = np.random.default_rng(0)
-    pushes = [push(encoder, block, drawn, 0.0) for _ in range(3)]
-    for number, each in enumerate(pushes, 1):
-        each.encoded.seq = number
-    answer_after(encoder, pushes[0], 0)
-    encoder.cut_at(5, 2)
-    assert not captured
-    answer_after(encoder, pushes[1], 0)
-    ((_, ((_, found),)),) = captured
-    expected = sum(each.gradient - each.decoded for each in pushes[:2])
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    encoder.cut_at(5, 2)
-    encoder.cut_at(4, 1)
-    assert len(captured) == 1, "of a cut that is known, and of an older one"
-
-
-def test_residual_is_not_copied_where_it_may_be_of_a_later_push() -> None:
-    """A refusal of which a part was applied does not say whether it is behind a cut."""
-    encoder, block, captured = capturing()
-    drawn = np.random.default_rng(0)
-    refused = push(encoder, block, drawn, 0.0)
+    operation.answered(0, Done(1, flush=(3, -1, 0)))
+    operation.answered(1, Done(1))
+    assert encoder.flush_of([(0, 5)]) == 0
+    assert encoder.leaves(block.group, {block.id: asked.encoded})
+    encoder.answered([asked.encoded], operation)
+    for dropped in (True, False):
+        assert encoder.flush_of([(0, 5)]) == 3
+        whole = encoder.whole(BlockPush(block, drawn.normal(size=block.size).astype("f4")), [])
+        assert whole is not None
+        assert not encoder.leaves(block.group, {block.id: whole})
+        encoder.sent([whole], 3)
+        assert encoder.flush_of([(0, 5)]) == 0
+        pushed = Pushed(None, None, None, whole, (True, not dropped))
+        answer(encoder, pushed)
+        low, high = block.range(1)
+        left = encoder.residual(block)
+        assert (left is not None and left[low:high].any()) == dropped
+    again = push(encoder, block, drawn, 0.0)
     operation = Operation(SHARDS)
-    for shard in range(SHARDS):
-        operation.answered(shard, Refused(1, "Overloaded", "", "yes", ""))
-    encoder.answered([refused.encoded], operation)
-    found = encoder.residual(block)
-    assert found is not None
-    np.testing.assert_allclose(found, refused.gradient - refused.decoded, atol=1e-5)
-    answer_after(encoder, push(encoder, block, drawn, 0.0), 5)
-    assert not captured
-    answer_after(encoder, push(encoder, block, drawn, 0.0), 6)
-    assert [each.cut for each in captured] == [6]
+    operation.answered(0, Done(1, flush=(4, 2, 7)))
+    operation.answered(1, Done(1))
+    encoder.answered([again.encoded], operation)
+    assert [encoder.flush_of([(1, 7), (2, clock)]) for clock in (6, 7, 8)] == [0, 4, 0]
 
 
-def test_client_that_begins_with_a_residual_adds_it_to_its_first_gradient() -> None:
-    encoder, block, _ = capturing()
-    left = np.random.default_rng(1).normal(size=block.size).astype(np.float32)
-    encoder.begin(block, left.copy())
-    pushed = push(encoder, block, np.random.default_rng(0), 0.0)
-    answer_after(encoder, pushed, 0)
-    whole = left + pushed.gradient
-    found = encoder.residual(block)
-    assert found is not None
-    expected = np.where(pushed.active, whole - pushed.decoded, left)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+def test_step_says_what_pieces_without_a_gradient_and_other_blocks_keep() -> None:
+    block = block_with(TopK(0.1))
+    encoder, drawn = Encoder(0, take), np.random.default_rng(3)
+    assert not encoder.leaves(block.group, {})
+    for _ in range(5):
+        answer(encoder, push(encoder, block, drawn, 0.0))
+    given = drawn.normal(size=block.size).astype(np.float32)
+    whole = encoder.whole(BlockPush(block, given, (0,)), [])
+    assert whole is not None
+    assert encoder.leaves(block.group, {block.id: whole})
+    assert encoder.leaves(block.group, {})
+    assert not encoder.leaves(block.group + 1, {})
 
 
 def test_codecs_are_told_in_words() -> None:

@@ -13,7 +13,7 @@ from paramserve.core.shard import Shard
 from paramserve.errors import ConnectTimeout
 from paramserve.messages import BlockSpec, Hello, Register, Scale, encode
 from paramserve.server import ServerRole
-from paramserve.server.checkpoints import resume, saved_residuals
+from paramserve.server.checkpoints import resume
 from paramserve_testing.loop import VirtualLoop
 from paramserve_testing.nemesis import COORDINATOR, shard_place
 from paramserve_testing.network import NEAR, Bytes, Frame, Stream, peer_rates
@@ -53,12 +53,10 @@ class SimulatedServer:
             Register(0, number, 0, (place,)),
         )
         shard, plan, disk = cluster.new_shard(number), cluster.checkpoint_plan, cluster.disk
-        saved = None
         if disk is not None:
             answer_probe(disk, NONCE, number)
             if plan.resume:
                 resume(shard, plan, self.loop.time(), disk)
-                saved = saved_residuals(shard, plan, disk)
         self.role = ServerRole(
             cluster.server_config(number),
             shard,
@@ -66,7 +64,6 @@ class SimulatedServer:
             self.control,
             self._dial,
             storage=disk,
-            saved=saved,
             needed=self._needed,
         )
         self._listener = self._new_listener(place)

@@ -1,0 +1,95 @@
+"""What clients have left out of their gradients is flushed before the cut for a checkpoint.
+
+A client adds its residual (`client.encoding`) to a gradient that goes whole: then a residual of
+zero remains, and nothing of it has to be in a checkpoint. Shard 0 asks for that in its answers
+(`Done.flush`), and takes the cut when it is done, or after `FLUSH_LIMIT_S` without.
+
+Where gradients are collected, the request names a clock that no member has sent yet, and shard 0
+stops behind it when all whose gradients it has were flushed: since no clock is decided without the
+vote of every shard, the cut has no step behind the flush. Elsewhere a client goes on, and what it
+leaves out between its flush and the cut is lost for a run that goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paramserve.core.group import GroupMachine
+from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
+from paramserve.messages import Done, Step
+
+FLUSH_LIMIT_S = 30.0
+"""A cut waits for a flush no longer: a worker may be within a step that takes longer, or between
+two loops."""
+AHEAD_LIMIT_S = 0.5
+"""Shard 0, which has stopped behind a flush, begins the cut by then."""
+NO_GROUP = -1
+"""In place of a group's number: the next step of each client is flushed."""
+
+
+def feeding_back(sessions: Sessions) -> list[ShardSession]:
+    """Those of live workers that have left something out of their gradients."""
+    return [each for each in sessions.workers.values() if each.left_out and each.live]
+
+
+def ranks_left(sessions: Sessions) -> tuple[int, ...]:
+    """The ranks that have, also of workers that have ended and not come again."""
+    here = {rank for rank, each in sessions.workers.items() if each.left_out}
+    return tuple(sorted(here | sessions.left_behind))
+
+
+class Flush:
+    """Shard 0's side of one.
+
+    Args:
+        number: higher than of all before.
+        until: when the cut is taken without it.
+    """
+
+    def __init__(
+        self, number: int, until: float, sessions: Sessions, groups: Mapping[int, GroupMachine]
+    ) -> None:
+        self.number = number
+        self.until = until
+        self.request = (number, NO_GROUP, 0)
+        """As `Done.flush`."""
+        self._sessions = sessions
+        self._groups = groups
+        self._ask(1)
+
+    def _ask(self, ahead: int) -> None:
+        """Name a group that collects and has something left out, and a clock so far ahead."""
+        having = {group for each in feeding_back(self._sessions) for group in each.left_out}
+        for number in sorted(having & self._groups.keys()):
+            state = self._groups[number].state
+            if state.collects:
+                self.request = self.number, number, state.committed + ahead
+                return
+        self.request = self.number, NO_GROUP, 0
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for, outside of a commit that stops the shard. Where the
+        clock has passed without that, as a member had sent it before it heard, a later one is
+        named.
+        """
+        feeding = feeding_back(self._sessions)
+        _, group, clock = self.request
+        if group == NO_GROUP:
+            return all(each.flushed == self.number for each in feeding)
+        if not feeding or group not in self._groups:
+            return True
+        state = self._groups[group].state
+        if not state.collects or state.committed > clock:
+            self._ask(self._sessions.window())
+        return False
+
+
+def note(session: ShardSession, step: Step, answer: Answer) -> None:
+    """Remember of a step that is answered whether its client keeps something that is left out."""
+    done = answer.message
+    if type(done) is Done and done.seq == step.seq and not done.skipped:
+        session.flushed = step.flush or session.flushed
+        if step.leaves:
+            session.left_out.add(step.group)
+        else:
+            session.left_out.discard(step.group)

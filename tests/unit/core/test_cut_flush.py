@@ -1,0 +1,173 @@
+"""Before the cut for a checkpoint, clients flush what they have left out of their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.core.group_rig import A, B
+from tests.unit.core.rig import Rig, block_spec
+
+from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import Async, Sync
+from paramserve.core.cut import CUT_RETRY_S
+from paramserve.core.events import CheckpointEnded, ClientBye, CutWanted, DeadlineReached
+from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_S
+from paramserve.messages import Done
+
+SHARDS = 2
+
+
+def rig(policy: Policy) -> Rig:
+    """Two ranks; a block with one element on each of two shards; both have left something out."""
+    one = Rig(policy, shards=SHARDS, workers=2)
+    for rank in range(2):
+        one.join(rank + 1, rank)
+    one.define(A, block_spec((1,), (1,), cuts=range(3)))
+    for client in (A, B):
+        step(one, client, 0, leaves=True)
+    one.deliver()
+    return one
+
+
+def step(one: Rig, client: int, clock: int, **options: Any) -> None:
+    """A step of one call, to both shards."""
+    for shard in range(SHARDS):
+        one.step(client, {0: [1.0]}, shard=shard, clock=clock, **options)
+
+
+def asked(one: Rig, client: int) -> tuple[int, ...]:
+    """What the newest answer of shard 0 has asked for."""
+    answer = one.answers(client, 0)[-1]
+    assert isinstance(answer, Done)
+    return answer.flush
+
+
+def cuts(one: Rig) -> list[tuple[dict[int, int], tuple[int, ...]]]:
+    """By shard: the clocks of its part of the newest cut, and the ranks that keep something."""
+    one.deliver()
+    parts = [shard.cuts.kept[max(shard.cuts.kept)] for shard in one.shards if shard.cuts.kept]
+    return [(part.clocks, part.left_out) for part in parts]
+
+
+def test_cut_lies_behind_a_clock_that_no_member_can_have_sent() -> None:
+    """A member that had sent it already is asked once more, and the cut is taken right behind the
+    clock that all have flushed, whatever has come of the next one."""
+    one = rig(Sync("sum"))
+    one.happen(CutWanted(1))
+    step(one, A, 1, leaves=True)
+    step(one, A, 2, leaves=True)  # before it hears
+    step(one, B, 1, leaves=True)
+    one.deliver()
+    number, group, clock = asked(one, B)
+    assert (group, clock) == (0, 2)
+    step(one, B, 2, flush=number)
+    assert not cuts(one)
+    later = one.shards[0].cuts.flush
+    assert later is not None
+    number, _, clock = later.request
+    assert clock > 3 + 1, "no more than a window can be on its way"
+    for at in range(3, clock):
+        for client in (A, B):
+            step(one, client, at, leaves=True)
+        one.deliver()
+        assert asked(one, A) == asked(one, B) == later.request
+    for client in (A, B):
+        step(one, client, clock, flush=number)
+        step(one, client, clock + 1, leaves=True)
+    assert cuts(one) == [({0: clock + 1}, ())] * SHARDS
+    assert one.shards[0].groups[0].state.committed == clock + 2, "it goes on behind the cut"
+
+
+def test_member_that_keeps_nothing_is_not_asked_and_a_flush_needs_all_others() -> None:
+    one = rig(Sync("sum"))
+    step(one, A, 1)  # as a worker on the servers' host
+    step(one, B, 1, leaves=True)
+    one.deliver()
+    one.happen(CutWanted(1))
+    for client in (A, B):
+        step(one, client, 2, leaves=client == B)
+    one.deliver()
+    assert asked(one, A) == ()
+    number, _, clock = asked(one, B)
+    step(one, A, clock)
+    step(one, B, clock, flush=number)
+    assert cuts(one) == [({0: clock + 1}, ())] * SHARDS
+
+
+def test_cut_waits_for_the_next_step_of_each_client_where_clocks_are_not_decided() -> None:
+    """What is left out since is told; a step that was not applied is no flush."""
+    one = rig(Async())
+    one.happen(CutWanted(1))
+    step(one, A, 1, leaves=True)
+    number, group, _ = asked(one, A)
+    assert group < 0
+    step(one, A, 2, flush=number)
+    step(one, A, 3, leaves=True)
+    assert not cuts(one)
+    step(one, B, 1, flush=number, skip=True)
+    assert not cuts(one)
+    step(one, B, 2, flush=number)
+    assert [left for _, left in cuts(one)] == [(0,)] * SHARDS
+
+
+def test_cut_is_taken_without_the_flush_of_who_does_not_step() -> None:
+    one = rig(Sync("sum"))
+    one.happen(CutWanted(1))
+    one.now = FLUSH_LIMIT_S - 0.1
+    one.happen(DeadlineReached())
+    assert not cuts(one)
+    one.now = FLUSH_LIMIT_S
+    one.happen(DeadlineReached())
+    assert cuts(one) == [({0: 1}, (0, 1))] * SHARDS
+
+
+def test_clients_that_end_are_not_waited_for_and_told() -> None:
+    one = rig(Async())
+    one.happen(CutWanted(1))
+    for client in (A, B):
+        assert not cuts(one)
+        for shard in range(SHARDS):
+            one.happen(ClientBye(client, answered=True), shard)
+    assert [left for _, left in cuts(one)] == [(0, 1)] * SHARDS
+
+
+def test_shard_that_has_stopped_goes_on_where_the_checkpoint_is_given_up() -> None:
+    """Or where the call within which the flush was does not end in time."""
+    one = rig(Sync("sum"))
+    one.happen(CutWanted(1))
+    for client in (A, B):
+        step(one, client, 1, leaves=True)
+    one.deliver()
+    number, _, clock = asked(one, A)
+    step(one, A, clock, flush=number, more=(0, 0))  # another group's step follows
+    step(one, B, clock, flush=number)
+    assert not cuts(one)
+    shard = one.shards[0]
+    assert shard.cuts.stops
+    one.happen(CheckpointEnded(1, False))
+    one.now = AHEAD_LIMIT_S
+    one.happen(DeadlineReached())
+    assert not shard.cuts.stops
+    assert shard.cuts.flush is None
+    one.happen(DeadlineReached())
+    assert not cuts(one)
+
+
+def test_attempt_that_failed_is_made_again_behind_another_flush() -> None:
+    one = rig(Async())
+    one.happen(CutWanted(1))
+    for client in (A, B):
+        step(one, client, 1, flush=1)
+    one.wire.clear()  # the other shard hears of nothing
+    for client in (A, B):
+        step(one, client, 2, leaves=True)
+    one.now = 1.0
+    one.happen(DeadlineReached())
+    one.now += CUT_RETRY_S
+    one.happen(DeadlineReached())
+    assert not cuts(one)
+    again = one.shards[0].cuts.flush
+    assert again is not None
+    for client in (A, B):
+        step(one, client, 3, flush=again.number)
+    assert [left for _, left in cuts(one)] == [()] * SHARDS
