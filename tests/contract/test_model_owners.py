@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import wait_until
@@ -16,6 +19,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import paramserve as ps
+from paramserve.cli import cli
+from paramserve.config import CheckpointPlan
 from paramserve.launch.reading import Reader
 from paramserve.pytorch import Embedding, changing
 from paramserve.pytorch.served import Served
@@ -373,10 +378,7 @@ def test_module_that_is_replaced_is_in_the_result_as_the_model_has_it(
         if victim is None:
             expected = ranks.returned[0]
         assert_equal(ranks.returned[0], expected)
-        found = read(clusters[-1])
-        assert_equal(
-            {name: found[name].to(each.dtype) for name, each in expected.items()}, expected
-        )
+        assert_equal(read(clusters[-1]), expected)
 
 
 @pytest.mark.parametrize(
@@ -677,6 +679,58 @@ def test_optimizer_that_is_adopted_later_leaves_the_buffers_of_each_rank(
 
     _, ranks = ended(make_cluster, train)
     assert ranks.returned == {0: 3.0, 1: 6.0}
+
+
+# --- dtypes that the servers do not hold ----------------------------------------------------------
+
+BUFFERS = {
+    "mask": torch.tensor([[True, False], [False, True]]),
+    "bytes": torch.tensor([0, 255], dtype=torch.uint8),
+    "shorts": torch.tensor([-32768, 7], dtype=torch.int16),
+    "count": torch.tensor(3, dtype=torch.int32),
+    "large": torch.tensor([2**62 + 1]),
+    "wide": torch.tensor([0.1], dtype=torch.float64),
+    "sixteen": torch.tensor([0.1, 65504.0, float("-inf")], dtype=torch.float16),
+    "bits": torch.tensor([0.1, float("nan"), 3e38, 0.0], dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"buffers": "mean"}, {"dense": "local"}], ids=["rank0", "mean", "dense"]
+)
+def test_buffers_are_read_in_the_models_own_dtypes(
+    make_cluster: MakeCluster, options: dict[str, str], tmp_path: Path
+) -> None:
+    plan = CheckpointPlan(folder=str(tmp_path / "runs"), run="test")
+    cluster = make_cluster(servers=2, workers=1, checkpoints=plan)
+
+    def train(worker: ps.Worker) -> State:
+        model: Any = two_layers()
+        for name, value in BUFFERS.items():
+            model.register_buffer(name, value)
+        model["left"] = nn.Linear(2, 1).bfloat16()
+        model["tied"] = model["left"]
+        if options.get("dense"):
+            model["rows"] = Embedding(worker.client.table("rows", 3, rule=ps.SGD(lr=0.1)))
+        params = [*model["body"].parameters(), *model["head"].parameters()]
+        optimizer = worker.optimizer(model, SGD(params, lr=0.1), **options)
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+        return {name: each for name, each in own(model).items() if "rows" not in name}
+
+    expected = Ranks(cluster, train).start(0).end()[0]
+    cluster.checkpoint()
+    states = [Reader(cluster.client()).state_dict("model")]
+    for kind, load in (("torch", torch.load), ("safetensors", load_file)):
+        arguments = ["checkpoints", "export", plan.folder, "--to", kind, "--out", tmp_path / kind]
+        done = CliRunner().invoke(cli, [str(each) for each in arguments])
+        assert done.exit_code == 0, done.output
+        states.append(load(tmp_path / kind))
+    for state in states:
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert state[name].dtype == value.dtype, name
+            assert torch.equal(state[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
 
 
 # --- values that a rank assigns -------------------------------------------------------------------

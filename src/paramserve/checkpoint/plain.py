@@ -262,9 +262,14 @@ def _named(name: str, value: Any) -> Any:
 
 
 def _found(dtype: str, elements: Array, code: int) -> Any:
-    torch = sys.modules.get("torch")
-    if code == _ARRAY or torch is None:
+    if code == _ARRAY or sys.modules.get("torch") is None:
         return elements
+    return as_tensor(elements, dtype)
+
+
+def as_tensor(elements: Array, dtype: str) -> Any:
+    """An array as a tensor in its memory; of bfloat16 it has the bits. torch is imported."""
+    torch: Any = sys.modules["torch"]
     if dtype == "bfloat16":
         return torch.from_numpy(elements.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(elements)

@@ -44,6 +44,11 @@ KINDS: Mapping[str, str] = MappingProxyType(
 DTYPES: Mapping[str, str] = MappingProxyType({kind: dtype for dtype, kind in KINDS.items()})
 
 
+def dtype_of(array: np.ndarray[Any, Any]) -> str:
+    """What an array of a state is of: the servers hold no uint16, so those are bits of bfloat16."""
+    return "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+
+
 class Tensor(NamedTuple):
     """A tensor in a file."""
 

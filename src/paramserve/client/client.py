@@ -130,6 +130,7 @@ class Client:
         nth: int = -1,
         aliases: Mapping[str, str] | None = None,
         links: Sequence[Link] = (),
+        dtypes: Mapping[str, str] | None = None,
         push: Codec | None = None,
         pull: Codec | None = None,
         dtype: str | None = None,
@@ -152,6 +153,9 @@ class Client:
             aliases: further names of tied tensors, each with the one in `name`, for those who read
                 a whole state from the servers.
             links: tensors that models of several groups have, for the same readers.
+            dtypes: by name, in which the same readers give values that have no rule and are
+                narrower in the model: "bool", "uint8", "int8", "int16" or "int32" of int64,
+                "float16" or "bfloat16" of float32.
             push: how gradients are encoded on their way to servers on other hosts, as in
                 `push=ps.Int8()`; float32 only. None: they are not.
             pull: the same for values that are pulled, as in `pull=ps.BFloat16()`, or for what has
@@ -179,6 +183,7 @@ class Client:
             nth=nth,
             aliases=aliases,
             links=links,
+            dtypes=dtypes,
             push=push,
             pull=pull,
             dtype=dtype,

@@ -90,6 +90,7 @@ class Directory:
         nth: int,
         aliases: Mapping[str, str] | None,
         links: Sequence[Link],
+        dtypes: Mapping[str, str] | None,
         push: Codec | None,
         pull: Codec | None,
         dtype: str | None,
@@ -131,6 +132,7 @@ class Directory:
             pull=codecs[1],
             half=half,
             links=tuple(links),
+            dtypes=dict(dtypes or {}),
         )
         block, attempt = self._place(call)
         if attempt:

@@ -20,7 +20,16 @@ from paramserve.consistency.registry import is_for_tables
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.differences import Difference
-from paramserve.core.partition import DTYPES, HALVES, METADATA, PLAIN_DTYPES, borders, cut, size_of
+from paramserve.core.partition import (
+    DTYPES,
+    HALVES,
+    METADATA,
+    NARROW,
+    PLAIN_DTYPES,
+    borders,
+    cut,
+    size_of,
+)
 from paramserve.core.user_codecs import codec_of, why_not_pulled, why_not_pushed
 from paramserve.errors import CodecMismatch, DefineMismatch, ParamServeError, UnknownCodec
 from paramserve.messages import BlockSpec, Piece, PlaceBlock
@@ -303,6 +312,7 @@ class Directory:
             call.pull,
             call.half,
             call.links,
+            call.dtypes,
         )
         entry = Entry(spec, 1, client, Stage.DEFINING, call.nth, call.whole_tensors)
         self._entries.append(entry)
@@ -420,6 +430,10 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"{call.half!r} for {call.dtype}: tensors of float32 may be {' or '.join(HALVES)}"
     elif len(call.aliases) > PIECES_MAX:
         wrong = f"{len(call.aliases)} further names of tied tensors, allowed are {PIECES_MAX}"
+    elif call.dtypes and (call.rule is not None or not set(names).issuperset(call.dtypes)):
+        wrong = "dtypes of tensors that it does not have, or that have a rule"
+    elif not all(NARROW.get(each) == call.dtype for each in call.dtypes.values()):
+        wrong = f"a dtype of a tensor that {call.dtype} does not stand for"
     elif len(linked) > 2 * LINKED_MAX:
         wrong = f"{len(linked) // 2} names in other groups, allowed are {LINKED_MAX}"
     elif not all(NAME.fullmatch(name) for name in (*names, *call.aliases, *linked, *groups)):

@@ -35,6 +35,18 @@ HALVES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 dtype of their bits there, by which kernels tell the two apart."""
 PLAIN_DTYPES = (*DTYPES, "int64")
 """What blocks without a rule (model buffers) may hold."""
+NARROW: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "int64",
+        "uint8": "int64",
+        "int8": "int64",
+        "int16": "int64",
+        "int32": "int64",
+        "float16": "float32",
+        "bfloat16": "float32",
+    }
+)
+"""What models may have besides, and what holds each of its values exactly (`BlockSpec.dtypes`)."""
 METADATA = "__metadata__"
 """No tensor's name: a safetensors file has it for what it tells of itself."""
 

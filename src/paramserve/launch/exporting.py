@@ -15,7 +15,7 @@ from paramserve.checkpoint.manifest import state_path, values_path
 from paramserve.checkpoint.reader import SLICE_BYTES, Checkpoint
 from paramserve.checkpoint.rows import KEY, Columns
 from paramserve.checkpoint.shard_records import LAST_USE, BlockRecord, shard_records
-from paramserve.checkpoint.tensors import Tensor, layout
+from paramserve.checkpoint.tensors import Tensor, dtype_of, layout
 from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, write_parquet
 from paramserve.client.labels import DIM, decoded
 from paramserve.config import LABELS, is_trained
@@ -25,7 +25,7 @@ from paramserve.core.cut_state import GroupRecord
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records
 from paramserve.errors import CheckpointError, UnknownName
-from paramserve.launch.reading import State, of_model, state_of, table_file
+from paramserve.launch.reading import State, as_model_has, of_model, state_of, table_file
 from paramserve.messages import VALUE as VALUES
 from paramserve.messages import BlockSpec
 from paramserve.rules.layout import WIDE
@@ -57,8 +57,9 @@ def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) 
         for block in blocks:
             path = values_path(block.group_name)
             for piece in block.pieces:
-                state[piece.name] = saved.tensor(path, piece.name)
-                told(state[piece.name].nbytes)
+                values = saved.tensor(path, piece.name)
+                told(values.nbytes)
+                state[piece.name] = as_model_has(values, block.spec.dtypes.get(piece.name))
         return state
 
     return of_model(state_of(name, groups, read))
@@ -135,7 +136,7 @@ def write_safetensors(path: str | os.PathLike[str], state: State) -> None:
     Raises:
         OSError: it cannot be written. What was there before still is.
     """
-    whole = layout(Tensor(name, each.dtype.name, each.shape) for name, each in state.items())
+    whole = layout(Tensor(name, dtype_of(each), each.shape) for name, each in state.items())
     with replacing(path) as file:
         file.write(whole.header)
         for each in state.values():

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.checkpoint.plain import as_tensor
+from paramserve.checkpoint.tensors import dtype_of
 from paramserve.client import Client, Snapshots, Table
 from paramserve.client.timeouts import SAY_S
 from paramserve.config import BUFFERS, LOOSE, is_trained
@@ -158,7 +160,8 @@ class Reader:
         for block in blocks:
             flat, _ = self.client.dense.fetch(block, 0, cut=cut)
             for piece, low, high in zip(block.pieces, block.starts, block.starts[1:], strict=False):
-                state[piece.name] = flat[low:high].reshape(piece.shape)
+                values = flat[low:high].reshape(piece.shape)
+                state[piece.name] = as_model_has(values, block.spec.dtypes.get(piece.name))
         return state
 
 
@@ -179,7 +182,10 @@ def state_of(
         return State()
     served = [block for block in groups.get(name, ()) if block.spec.rule is not None]
     assigned = [block for block in _of(name, groups) if block.spec.rule is None]
-    state = read(assigned) | _means(name, groups, read) | read(served)
+    dtypes = {piece: dtype for each in assigned for piece, dtype in each.spec.dtypes.items()}
+    means = _means(name, groups, read)
+    means = {piece: as_model_has(mean, dtypes.get(piece)) for piece, mean in means.items()}
+    state = read(assigned) | means | read(served)
     last = {piece.name: block.id for block in served for piece in block.pieces}
     for defined, link in _links_to(name, groups):
         values = read(_sources(link, groups))
@@ -376,10 +382,22 @@ def _all_of(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
     return list({block.id: block for block in (*own, *sources)}.values())
 
 
+def as_model_has(values: npt.NDArray[Any], dtype: str | None) -> npt.NDArray[Any]:
+    """Values of a block in the dtype in which the model has them (`BlockSpec.dtypes`); numpy has no
+    bfloat16: the bits in uint16."""
+    if dtype != "bfloat16":
+        return values if dtype is None else values.astype(dtype)
+    bits = values.view(np.uint32)
+    bits = bits + np.where(np.isnan(values), 0, 0x7FFF + (bits >> 16 & 1)).astype(np.uint32)
+    return (bits >> 16).astype(np.uint16)
+
+
 def _given(values: State, blocks: Iterable[Block]) -> State:
     """Those of some values that these blocks have."""
-    names = (piece.name for block in blocks for piece in block.pieces)
-    return {name: values[name] for name in names if name in values}
+    dtypes = {p.name: block.spec.dtypes.get(p.name) for block in blocks for p in block.pieces}
+    return {
+        name: as_model_has(values[name], dtype) for name, dtype in dtypes.items() if name in values
+    }
 
 
 def with_aliases(state: State, blocks: Iterable[Block]) -> State:
@@ -443,7 +461,7 @@ def as_tensors(state: State) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return dict(state)
-    return {name: torch.from_numpy(array) for name, array in state.items()}
+    return {name: as_tensor(array, dtype_of(array)) for name, array in state.items()}
 
 
 def is_extra(key: Any) -> bool:

@@ -86,7 +86,8 @@ class Result:
         seed: the run's; the same one repeats a `Sync` run bit by bit.
         stopped: whether it was ended before its workers were done: by `Job.stop`, by Ctrl-C in
             `run`, or by an error, which then has this result.
-        values: group name to tensor name to array; see `state_dict`.
+        values: group name to tensor name to array, of bfloat16 the bits in uint16; see
+            `state_dict`.
         groups: how each group stood at the end: policy, updates, and of each worker staleness,
             dropped gradients, and with a codec the bytes of gradients, as sent and as they were,
             and the norm of what is left out of them.

@@ -72,3 +72,6 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     links: tuple[Link, ...] = ()
     """What its definer knew of tensors that several groups have in their models; they may be any
     groups. Of two for one name, the one in the later block counts."""
+    dtypes: dict[str, str] = {}
+    """In which its definer's model has those of its tensors that are narrower there than `dtype`
+    (`core.partition.NARROW`): readers of whole states give them so."""

@@ -116,7 +116,8 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     `define` False: wait until another client defines it. `whole_tensors`: the rule or a codec needs
     each tensor whole on one shard. `table`: what is placed is a table; its name is the group's and
     the only piece's. `nth`: which one it is of the blocks that all ranks define in this group, in
-    this order; -1: it is none of them. `aliases`, `links`: as of `BlockSpec`, of the definer.
+    this order; -1: it is none of them. `aliases`, `links`, `dtypes`: as of `BlockSpec`, of the
+    definer.
     `push`, `pull` and `half`: as of `BlockSpec`.
     """
 
@@ -136,6 +137,7 @@ class PlaceBlock(Struct, frozen=True, array_like=True, tag="place"):
     pull: CodecSpec | None = None
     half: str | None = None
     links: tuple[Link, ...] = ()
+    dtypes: dict[str, str] = {}
 
 
 class Placed(Struct, frozen=True, array_like=True, tag="placed"):

@@ -11,7 +11,8 @@ With `buffers="mean"` each rank also keeps its own floating point buffers there,
 own, and a reader of the model takes the mean of what the ranks told last (`launch.reading`).
 Where another incarnation may go on for this one, `changing` saves what changes. Buffers that are
 too much for that are assigned after each step instead, by rank 0.
-A dtype that the servers do not hold travels as a wider one that holds each of its values exactly.
+A dtype that the servers do not hold travels as a wider one that holds each of its values exactly,
+and readers are told it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paramserve.core.partition import NARROW
 from paramserve.errors import ShapeMismatch, warn_user
 from paramserve.messages import VALUE
 from paramserve.pytorch.block import split
@@ -39,18 +41,9 @@ if TYPE_CHECKING:
 BUFFERS_EVERY = 10
 """Steps of rank 0 between two assignments of the buffers."""
 
-_HELD_AS = {
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.int64: torch.int64,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.bool: torch.int64,
-    torch.uint8: torch.int64,
-    torch.int8: torch.int64,
-    torch.int16: torch.int64,
-    torch.int32: torch.int64,
-}
+_PLAIN = (torch.float32, torch.float64, torch.int64)
+_NARROW = {getattr(torch, name): getattr(torch, wide) for name, wide in NARROW.items()}
+_HELD_AS: Mapping[torch.dtype, torch.dtype] = {dtype: dtype for dtype in _PLAIN} | _NARROW
 
 
 class _Kept(NamedTuple):
@@ -191,10 +184,7 @@ class Untrained:
         known = self._known()
         new = [each for each in slots if each.name not in known and _is_held(each.present())]
         for sources, dtype in _by_dtype(new):
-            values = _values(sources, dtype)
-            block = self._client.define(
-                values, rule=None, group=self._group, aliases=self._names.aliases(values)
-            )
+            block = self._define(sources, dtype, -1)
             self._kept.append(_Kept(block, dtype, sources, False))
 
     def tell_own(self, *, last: bool) -> None:
@@ -217,8 +207,15 @@ class Untrained:
         values = _values(sources, dtype)
         aliases, links = self._names.aliases(values), self._links
         self._links = ()
+        kinds = {each.name: each.tensor().dtype for each in sources}
         return self._client.define(
-            values, rule=None, group=self._group, nth=nth, aliases=aliases, links=links
+            values,
+            rule=None,
+            group=self._group,
+            nth=nth,
+            aliases=aliases,
+            links=links,
+            dtypes={name: _name(kind) for name, kind in kinds.items() if kind in _NARROW},
         )
 
     def _await(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, nth: int) -> Block:
@@ -297,6 +294,10 @@ class Untrained:
 
 def _values(sources: Sequence[Slot], dtype: torch.dtype) -> dict[str, Any]:
     return {s.name: s.tensor().to("cpu", dtype).contiguous().numpy() for s in sources}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _by_dtype(slots: Iterable[Slot]) -> Iterator[tuple[list[Slot], torch.dtype]]:

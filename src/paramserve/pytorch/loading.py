@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paramserve.checkpoint.plain import as_tensor
+from paramserve.checkpoint.tensors import dtype_of
 from paramserve.client.arrow import replacing
 from paramserve.config import FIRST_OPTIMIZER
 from paramserve.pytorch.naming import AROUND, plain_name, plain_text
@@ -168,7 +170,7 @@ def _prefix(longer: Sequence[str], shorter: set[str]) -> str:
 
 
 def _as_tensors(given: Any) -> Any:
-    """Arrays as tensors in their memory, also within a dict."""
+    """Arrays as tensors in their memory, also within a dict; those of uint16 are of bfloat16."""
     if isinstance(given, Mapping):
         return {name: _as_tensors(value) for name, value in given.items()}
-    return torch.from_numpy(given) if isinstance(given, np.ndarray) else given
+    return as_tensor(given, dtype_of(given)) if isinstance(given, np.ndarray) else given

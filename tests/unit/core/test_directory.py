@@ -324,6 +324,23 @@ def test_links_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         directory.place(place((3,), group="other", links=(many,)), client=1)
 
 
+def test_dtypes_of_a_model_are_kept_and_checked() -> None:
+    directory, plain = Directory(1), {"rule": None, "dtypes": {"p0": "float16"}}
+    placed = directory.place(place((3,), **plain), client=1)
+    assert placed is not None
+    assert placed[0].dtypes == {"p0": "float16"}
+    directory.defined(0, 1)
+    assert directory.place(place((3,), rule=None, define=False), client=2) == (placed[0], 0)
+    for wrong in (
+        {"dtypes": {"p0": "float16"}},
+        {**plain, "dtypes": {"p1": "float16"}},
+        {**plain, "dtypes": {"p0": "bool"}},
+        {**plain, "dtypes": {"p0": "S9"}},
+    ):
+        with pytest.raises(ParamServeError, match="dtype"):
+            directory.place(place((3,), group="other", **wrong), client=1)
+
+
 @pytest.mark.parametrize(
     "taken", [{"pieces": (Piece("__metadata__", (3,)),)}, {"aliases": {"__metadata__": "p0"}}]
 )

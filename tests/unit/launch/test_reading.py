@@ -136,6 +136,22 @@ def test_read_puts_the_blocks_of_a_group_together_with_its_buffers() -> None:
     assert state["tied"] is state["bias"]
 
 
+def test_snapshots_have_values_without_a_rule_in_the_models_own_dtypes() -> None:
+    plain = block(1, "model", w=(2,)), block(2, "model.buffers", m=(1,))
+    dtypes = {"w": "float16"}, {"m": "bfloat16"}
+    own, others = (
+        Block(structs.replace(each.spec, dtypes=kinds))
+        for each, kinds in zip(plain, dtypes, strict=True)
+    )
+    values = {"w": np.ones(2, np.float32)}
+    groups = {"model": [own], "model.buffers": [others]}
+    state = reader(HoldsValues(own, others)).with_others("model", values, groups)
+    assert {name: each.dtype for name, each in state.items()} == {"w": np.float16, "m": np.uint16}
+    assert state["m"] == 0x4348, "the bits of 200"
+    alone = reader(HoldsValues(own)).with_others("model", values, {"model": [own]})
+    assert alone["w"].dtype == np.float16
+
+
 def of_two_optimizers() -> list[Block]:
     """One model: "model" trains a, "head" b and, since later, c; "last" has taken over b."""
     sgd = RuleSpec("sgd")

@@ -317,6 +317,7 @@ class FakeClient:
         pull=None,
         aliases=None,
         links=(),
+        dtypes=None,
         timeout_s=None,
     ):
         names = [
