@@ -248,7 +248,6 @@ class Writer:
         self._name = name
         self._files: dict[str, _Output | DenseFile | TableFile] = {}
         self._outputs: list[_Output] = []
-        self._lost: list[Written] = []
         self._folders = {"": True}
         """Those that have names of ours, in the order they were made."""
 
@@ -348,7 +347,6 @@ class Writer:
             ValueError: a file is not whole. CheckpointError: the storage failed.
         """
         made = [each.finish(f"{self._name}/{path}") for path, each in self._files.items()]
-        made += self._lost
         for folder in reversed(self._folders):
             with telling(self._storage, self._what(folder)):
                 self._storage.sync_folder(folder)
