@@ -97,6 +97,8 @@ def built_twice(commit: str, work: Path) -> list[Built]:
             path.chmod(path.stat().st_mode & ~0o022)
     made = []
     for number, pair in enumerate(zip(*map(projects, trees), strict=True)):
+        # Before a build, which leaves its hook's compiled source there.
+        files = [str(path.relative_to(pair[0])) for path in pair[0].rglob("*") if path.is_file()]
         folders = [work / f"first-{number}", work / f"second-{number}"]
         for folder, out in zip(pair, folders, strict=True):
             build(folder, out, epoch)
@@ -106,7 +108,6 @@ def built_twice(commit: str, work: Path) -> list[Built]:
         build(unpacked(sdist, work / "sdist"), again, epoch, "wheel")
         if digest(again / wheel.name) != digest(wheel):
             raise Wrong(f"the wheel that is built from {sdist.name} is another one")
-        files = [str(path.relative_to(pair[0])) for path in pair[0].rglob("*") if path.is_file()]
         project = tomllib.loads((pair[0] / "pyproject.toml").read_text())["project"]
         made.append(Built(wheel, sdist, files, project))
     return made
