@@ -96,6 +96,8 @@ class Collectives:
                 place.epoch,
                 place.inner,
                 place.ticks,
+                place.in_pass,
+                place.begins,
             )
             reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
             if reply.ended:

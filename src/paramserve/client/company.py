@@ -18,9 +18,8 @@ WAIT_S = 30.0
 POLL_S = 0.05
 
 
-def all_have_stopped(client: Client, group: str, clock: int, epochs: int) -> bool:
-    """Whether all other ranks have returned at this clock of a group, in which so many epochs are
-    done.
+def all_have_stopped(client: Client, group: str, clock: int, epoch: int) -> bool:
+    """Whether all other ranks have ended their loop at this clock of a group, behind this epoch.
 
     Waits up to `WAIT_S` until that is so, or one of them goes on. Others that were started again,
     as all ranks of a run that goes on from a checkpoint, may ask the same: they count as going on.
@@ -42,8 +41,8 @@ def all_have_stopped(client: Client, group: str, clock: int, epochs: int) -> boo
         if not live or time.monotonic() >= until:
             return False
         met = connection.met(live)
-        if met is not None and met.epoch > epochs:
-            return False  # they wait in the next one
+        if met is not None and met.epoch > epoch:
+            return met.epoch == epoch + 1  # else they wait in the next one
         if met is not None:
             connection.pass_by(met)  # it would leave that call out in any case
         time.sleep(POLL_S)

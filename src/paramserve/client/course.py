@@ -89,6 +89,7 @@ class Course:
 
     Attributes:
         late: clocks that were decided without this worker, and whose batches no pass has left out.
+        loops_ended: loops over `loader.epochs` that have ended.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -106,6 +107,7 @@ class Course:
         """Steps that were left out with the first of the passes that are known by their sums."""
         self._active: list[Pass] = []
         self.late = 0
+        self.loops_ended = 0
         self._missed: dict[str, int] | None = None
         """By group: clocks that `late` knows of; None: no pass has begun."""
         self._clocks: dict[str, int] = {}
@@ -120,6 +122,10 @@ class Course:
         """Whether another optimizer is about to take over."""
         self._stepping = ""
         """The group that was seen to step last."""
+
+    def epoch_behind(self, rounds: int) -> int:
+        """`AllReduce.epoch` behind so many more rounds of a loop over `loader.epochs`."""
+        return 2 * (self._worker.client.steps.epochs + rounds) + self.loops_ended
 
     # --- steps of older incarnations --------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Place(NamedTuple):
     epoch: int = 0
     inner: bool = False
     ticks: int = 0
+    in_pass: bool = False
+    begins: bool = False
 
 
 class Position:
@@ -69,16 +71,30 @@ class Position:
         leased loaders ranks are at other steps in the same call."""
         worker, steps = self._worker, self._worker.client.steps
         clocks = [steps.clocks.get(each, 0) for each in worker.groups]
-        before = [steps.resumed.get(each, 0) for each in worker.groups]
         left, later = 0, worker.incarnation > 1
-        if all(clock <= resumed for clock, resumed in zip(clocks, before, strict=True)):
-            left = self._left() if later else clocks[0]
-        known = not left or (later and worker.course.place_known)
-        inner = bool(self._looks) or self._in_pass or steps.epochs > 0
+        begins = later and self._first_step is None
+        if begins:
+            left = self._left()
+        elif not later and all(
+            clock <= steps.resumed.get(group, 0)
+            for group, clock in zip(worker.groups, clocks, strict=True)
+        ):
+            left = clocks[0]
+        even = not worker.leased_loaders
+        known = not left or (later and even and worker.course.place_known)
         # Each optimizer steps at most once with each batch that is left.
-        ticks = sum(max(clock - left, 0) for clock in clocks) if known else 0
-        exact = known and not worker.leased_loaders
-        return Place(max(clocks[0] - left, 0), exact, steps.epochs, inner, ticks)
+        done = [max(clock - left, 0) if known else 0 for clock in clocks]
+        epoch, leased = worker.course.epoch_behind(0), worker.leased
+        in_pass = worker.course.in_pass or (leased is not None and leased.active)
+        return Place(
+            done[0],
+            known and even,
+            epoch,
+            bool(self._looks) or in_pass or epoch > 0,
+            sum(done),
+            in_pass,
+            begins,
+        )
 
     def _left(self) -> int:
         """Steps of older incarnations that the program has not come by yet."""
@@ -109,10 +125,10 @@ class Position:
                 return None  # another optimizer
             worker.client.saving.stop_asking(OWN_LOOP)
             return self._correct_begin(seen)
+        place = self.place
         self._first_step = stepping[0], self.seen
         if worker.incarnation > 1:
-            self._left()
-            place, terms = self.place, worker.client.steps.terms
+            terms = worker.client.steps.terms
             policies = [terms(group).policy for group in worker.groups]
             together = all(each and each.collects and not each.partial for each in policies)
             if together and place.exact and place.ticks:

@@ -104,9 +104,14 @@ class _Open:
         """Whether all that came here are at one place where they are even."""
         return all(each.exact for _, each in self.sent.values())
 
-    def is_before(self, message: AllReduce) -> bool:
-        """Whether a call is one of a later place than all that came here."""
-        return self.exact and message.exact and _at(message) > self.at
+    def is_before(self, message: AllReduce, *, even: bool) -> bool:
+        """Whether a call is one of a later place than all that came here.
+
+        Args:
+            even: whether steps say which call is meant, and not only epochs.
+        """
+        exact = even and self.exact and message.exact
+        return message.epoch > self.at.epoch or (exact and _at(message) > self.at)
 
 
 class _Ended(NamedTuple):
@@ -126,7 +131,8 @@ class _Ended(NamedTuple):
     without: tuple[Member, ...] = ()
     """Ranks that took no part, since they were being restarted."""
     inner: bool = False
-    """As `AllReduce.inner`."""
+    in_pass: bool = False
+    """These as in `AllReduce`."""
 
     def at_of(self, rank: int) -> At:
         return self.places.get(rank, self.at)
@@ -139,6 +145,9 @@ class _Begun(NamedTuple):
     at: At
     some: bool
     """Whether it has made calls there before."""
+
+
+NOT_BEGUN = _Begun(0, At(-1, ticks=-1), False)
 
 
 class EndedRecord(Struct, frozen=True):
@@ -154,6 +163,7 @@ class EndedRecord(Struct, frozen=True):
     epoch: int = 0
     inner: bool = False
     ticks: int = 0
+    in_pass: bool = False
     elsewhere: dict[int, At] = {}
     """As `_Ended.places`."""
 
@@ -165,6 +175,8 @@ class CollectivesRecord(Struct, frozen=True):
     forgotten_place: int
     ended: tuple[EndedRecord, ...]
     agreed: tuple[EndedRecord, ...]
+    forgotten_epoch: int = 0
+    uneven: bool = False
 
 
 class Collectives:
@@ -185,8 +197,11 @@ class Collectives:
         """By loader over parts of the ranks' own: the first `KEPT_MAX`."""
         self.number = 0
         """Of the last one that has ended."""
-        self._forgotten_place = -1
-        """The furthest place of a collective whose result is kept no longer; -1: all are kept."""
+        self._forgotten = ABSENT
+        """The furthest place of a collective whose result is kept no longer; `ABSENT`: all are."""
+        self._uneven = False
+        """Whether ranks were at other places in one collective: then the steps of one rank do not
+        say which call of another is meant."""
         self._counted: set[int] = set()
         """Clients that have sent a value to a collective."""
         self._begun: dict[int, _Begun] = {}
@@ -196,14 +211,17 @@ class Collectives:
         """What has ended, to be saved: who took part in it does not come again."""
         return CollectivesRecord(
             self.number,
-            self._forgotten_place,
+            self._forgotten.place,
             tuple(_record(each) for each in self._ended.values()),
             tuple(_record(each, parts) for parts, each in self._agreed.items()),
+            self._forgotten.epoch,
+            self._uneven,
         )
 
     def go_on_from(self, record: CollectivesRecord) -> None:
         """All ranks begin their functions anew, and get the results of what had ended."""
-        self.number, self._forgotten_place = record.number, record.forgotten_place
+        self.number, self._uneven = record.number, record.uneven
+        self._forgotten = At(record.forgotten_place, record.forgotten_epoch)
         self._ended = {each.number: _restored(each) for each in record.ended}
         self._agreed = {each.parts: _restored(each) for each in record.agreed}
         self._kept_bytes = sum(
@@ -235,9 +253,12 @@ class Collectives:
             without = found.without if member.client in found.clients else ()
             return _answer(message.call, found.number, found.result, found.dtype, without)
         alone = opened is not None and opened.sent.keys() == {member.rank}
-        if opened is not None and alone and _in_words(opened.first) != _in_words(message):
-            opened = None  # of a call that was interrupted
-        before = opened is not None and opened.is_before(message) and self._is_even()
+        if opened is not None and (
+            (alone and _in_words(opened.first) != _in_words(message))
+            or self._is_left_out(message, opened)
+        ):
+            opened = None  # of a call that was interrupted, or that all who wait make again
+        before = opened is not None and opened.is_before(message, even=self._is_even())
         if self.pass_by(member, before):
             return self.call(message, member) if self._open is not opened else None
         if opened is None:
@@ -261,12 +282,19 @@ class Collectives:
         return _Open(message, rank, newest, expected, _at(message))
 
     def _is_even(self) -> bool:
-        """Whether all ranks were at the same step in the last collective: where they make unequal
-        numbers of steps, these do not say which call is meant."""
+        """Whether steps say which call is meant: all ranks make equal numbers of them."""
         last = self._ended.get(self.number)
-        if last is None or not last.at.place:
+        return last is not None and last.at.place > 0 and not self._uneven
+
+    def _is_left_out(self, message: AllReduce, opened: _Open) -> bool:
+        """Whether all that wait were restarted behind a call, and make a later one."""
+        members = self._membership.members
+        if any(members[each].incarnation < 2 for each in opened.sent):
             return False
-        return all(each.place in (ABSENT.place, last.at.place) for each in last.places.values())
+        calls = [each for _, each in opened.sent.values()]
+        exact = opened.exact and message.exact and self._is_even()
+        earlier = exact and _at(message) < min(map(_at, calls))
+        return earlier or message.epoch < min(each.epoch for each in calls)
 
     def pass_by(self, member: Member, passes: bool = True) -> bool:
         """Wait no longer for a rank that was restarted in the open collective, if its program
@@ -334,15 +362,18 @@ class Collectives:
         for rank, (_, call) in opened.sent.items():
             if _at(call) != at:
                 places[rank] = _at(call)
+                self._uneven = self._uneven or (opened.exact and call.place != at.place)
         what = _what(opened.first)
         members = [each for _, each in sorted(self._membership.members.items())]
         without = tuple(
             each
             for each in members
-            if each.state == RESTARTING or self._has_passed(opened, each)
+            if each.state == RESTARTING
+            or self._has_passed(opened, each)
+            or self._had_nothing_left(each)
             if places.get(each.rank) == ABSENT
         )
-        about = *result, what, places, without, opened.first.inner
+        about = *result, what, places, without, opened.first.inner, opened.first.in_pass
         ended = _Ended(self.number, at, clients, *about)
         self._keep(ended)
         if opened.first.parts and len(self._agreed) < KEPT_MAX:
@@ -367,7 +398,7 @@ class Collectives:
             self._kept_bytes -= len(oldest.result) + len(oldest.places) * CLIENT_BYTES
             if self._ended[first].clients is not oldest.clients:
                 self._kept_bytes -= len(oldest.clients) * CLIENT_BYTES
-            self._forgotten_place = max(self._forgotten_place, oldest.at.place)
+            self._forgotten = max(self._forgotten, oldest.at)
 
     def missing(self) -> tuple[Member, ...]:
         """The ranks whose values the open collective waits for."""
@@ -382,12 +413,18 @@ class Collectives:
 
     def _returned_without(self, opened: _Open) -> list[int]:
         """The ranks that have returned without a collective in which one rank is left alone; none:
-        others take part in it, or may."""
+        others take part in it, or may, or had nothing left to do when they were started again."""
         members = self._membership.members
         others = members.keys() - opened.sent.keys()
         if len(opened.sent) > 1 or any(members[r].state not in (LEFT, DEAD) for r in others):
             return []
-        return sorted(self._membership.returned & others)
+        ranks = self._membership.returned & others
+        return sorted(rank for rank in ranks if not self._had_nothing_left(members[rank]))
+
+    def _had_nothing_left(self, member: Member) -> bool:
+        """Whether a rank that was restarted has returned behind the last call of all."""
+        again = member.state == LEFT and member.incarnation > 1
+        return again and member.client not in self._counted
 
     def _where_rank_0_is(self, opened: _Open) -> str:
         """In words, where it makes this call no more; empty: it has made it, or may."""
@@ -451,7 +488,7 @@ class Collectives:
         if not self._ended:
             return None
         first = self.number - len(self._ended) + 1
-        if message.seen + 1 < first and message.place <= self._forgotten_place:
+        if message.seen + 1 < first and self._may_be_forgotten(message):
             raise CollectiveMismatch(
                 f"rank {member.rank} (incarnation {member.incarnation}) calls a collective at step "
                 f"{message.place} of its program, which the others made before: the results of "
@@ -460,15 +497,54 @@ class Collectives:
                 "worker.loader does, and call worker.all_reduce less often than at each step",
             )
         self._check_none_left_out(message, member)
-        at, client, begun = _at(message), member.client, self._begun_of(member)
-        passed = begun.at.ticks if begun is not None else -1
+        least = At(0) if self._uneven or _by_epoch(message) else _at(message)
+        begun = self._begun_of(member) or NOT_BEGUN
         for number in range(max(message.seen + 1, first), self.number + 1):
             each = self._ended[number]
-            if each.at.ticks > passed and (client in each.clients or each.at >= at):
-                if client not in each.clients:
+            if each.at >= least and each.at.ticks > begun.at.ticks:
+                if member.client in each.clients:
+                    return each
+                if self._is_call_of(each, message, member):
                     self._check_again(each, message, member)
-                return each
+                    return each
         return None
+
+    def _may_be_forgotten(self, message: AllReduce) -> bool:
+        if _by_epoch(message):
+            return message.epoch <= self._forgotten.epoch
+        return message.place <= self._forgotten.place
+
+    def _is_call_of(self, ended: _Ended, message: AllReduce, member: Member) -> bool:
+        """Whether an ended collective is the call of a rank whose incarnation took no part in it;
+        asked in order.
+
+        Raises:
+            CollectiveMismatch: the rank took no part, and its steps say nothing of the others'.
+        """
+        if message.begins and ended.in_pass and not message.in_pass:
+            return False  # its pass is left out, with the calls in it
+        own, at = ended.at_of(member.rank), _at(message)
+        if _by_epoch(message):
+            return (own if own != ABSENT else ended.at).epoch >= at.epoch
+        if own != ABSENT:
+            return own >= at
+        if (not self._uneven and message.exact) or not at.place:
+            return ended.at >= at  # without a place it makes all calls again
+        if ended.at.epoch or at.epoch:
+            return ended.at.epoch >= at.epoch
+        last, between = self._ended.get(message.seen), range(message.seen + 1, ended.number)
+        if last is not None and not between and last.at_of(member.rank) == at:
+            return True  # it has made no step since
+        if not message.inner and all(self._ended[each].in_pass for each in between):
+            return True  # it makes all calls again that are in no pass
+        raise CollectiveMismatch(
+            f"rank {member.rank} (incarnation {member.incarnation}) called {_in_words(message)} at "
+            f"step {at.place} of its program, and the others made collective {ended.number} "
+            f"({ended.what}) without it, at step {ended.at.place} of theirs: as the ranks make "
+            "unequal numbers of steps, whether this is the same call cannot be told",
+            fix="make the calls behind the epochs of a loop over loader.epochs, or over "
+            "range(epochs), whose calls are all made again; or let all ranks make as many steps",
+        )
 
     def _check_none_left_out(self, message: AllReduce, member: Member) -> None:
         """Refuse a call behind a step at which the rank has made some of its calls of before, and
@@ -548,6 +624,7 @@ def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
         parts=parts,
         epoch=epoch,
         inner=ended.inner,
+        in_pass=ended.in_pass,
         ticks=ticks,
         elsewhere=dict(ended.places),
     )
@@ -557,7 +634,9 @@ def _restored(record: EndedRecord) -> _Ended:
     """Of clients that do not come again."""
     at = At(record.place, record.epoch, record.ticks)
     about = record.result, record.dtype, record.what, record.elsewhere
-    return _Ended(record.number, at, frozenset(), *about, inner=record.inner)
+    return _Ended(
+        record.number, at, frozenset(), *about, inner=record.inner, in_pass=record.in_pass
+    )
 
 
 def _answer(
@@ -586,6 +665,12 @@ def _check_alike(opened: _Open, message: AllReduce, rank: int) -> None:
             fix="make the same calls in the same order on all ranks, with numbers on all, or with "
             "arrays or tensors of one shape and dtype: float(loss) is a number",
         )
+
+
+def _by_epoch(message: AllReduce) -> bool:
+    """Whether only the epoch says where a program is: the first call of a round is made again, with
+    those that follow it."""
+    return not message.exact and message.epoch > 0
 
 
 def _at(message: AllReduce | PassBy) -> At:

@@ -278,11 +278,13 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     value is one number, so that its dtype may be another one on each rank. `parts`: of the loaders
     over a part of the rank's own, which one this number is for, from 1; a rank that comes later
     gets what the others got for it. 0: of none. `exact`: False with leased loaders, where the ranks
-    are at other steps in the same call. `epoch`: the epochs that its loops over `loader.epochs`
-    have begun. `inner`: it is made where a later incarnation does not come by again: in a pass over
-    a loader, in a round of such a loop, or behind a look at the worker's clock. `ticks`: as
-    `place`, of all groups that its rank steps on, added up; where steps are left out, at least so
-    many are behind.
+    are at other steps in the same call. `epoch`: grows with each round of its loops over
+    `loader.epochs`, by 2, and with the end of such a loop. `inner`: it is made where a later
+    incarnation does not come by again: in a pass over a loader, in a round of such a loop, or
+    behind a look at the worker's clock. `ticks`: as `place`, of all groups that its rank steps on,
+    added up; where steps are left out, at least so many are behind. `in_pass`: it is made between
+    the first batch of a pass that counts for restarts and its end. `begins`: this incarnation has
+    made no step yet, and is a later one.
     """
 
     call: int
@@ -300,6 +302,8 @@ class AllReduce(Struct, frozen=True, array_like=True, tag="all-reduce"):
     epoch: int = 0
     inner: bool = False
     ticks: int = 0
+    in_pass: bool = False
+    begins: bool = False
 
 
 class PassBy(Struct, frozen=True, array_like=True, tag="pass-by"):

@@ -230,6 +230,7 @@ def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
             yield epoch
     finally:
         steps.loop.epochs_over()
+        worker.course.loops_ended += 1
 
 
 def loop_progress(worker: Worker) -> LoopProgress:

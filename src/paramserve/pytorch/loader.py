@@ -232,10 +232,10 @@ class Loader:
             if done and before == steps and not worker.returned_before:
                 group, left = worker.groups[0], epochs - start - done
                 clock = worker.client.steps.resumed.get(group, 0)
-                gone_through = worker.client.steps.epochs + done
-                if left and all_have_stopped(worker.client, group, clock, gone_through):
+                epoch = course.epoch_behind(done)
+                if left and all_have_stopped(worker.client, group, clock, epoch):
                     worker.notices.others_have_stopped(start + done - 1)
-                    return iter(())
+                    return loop(worker, start, done, start + done)
                 worker.notices.behind_epoch(start + done - 1)
             course.leave_out(self._epochs, done, steps)
             self._epochs.next += begun
