@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
+from paramserve.client import company
 
 EPOCHS, SAMPLES, BATCH = 4, 24, 2
 BATCHES = EPOCHS * SAMPLES // (2 * BATCH)
@@ -27,7 +29,9 @@ STEPPING: dict[str, Callable[[int], tuple[str, ...]]] = {
 Seen = list[tuple[int, ...]]
 
 
-def training(stepping: str, dies_at: int, *, reduces: bool = False) -> Callable[[ps.Worker], Any]:
+def training(
+    stepping: str, dies_at: int, *, reduces: bool = False, by_epoch: bool = False
+) -> Callable[[ps.Worker], Any]:
     """Rank 1 dies before this batch of the run. Returned: what the last incarnation has seen and
     reduced, and the model's values."""
 
@@ -40,11 +44,11 @@ def training(stepping: str, dies_at: int, *, reduces: bool = False) -> Callable[
             name: worker.optimizer(each, SGD(each.parameters(), lr=0.01), name=name)
             for name, each in layers.items()
         }
-        loader = worker.loader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH)
+        loader: Any = worker.loader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH)
         number = worker.saved("number", 0)
         worker.save("number", lambda: number)
         seen, reduced = Seen(), []
-        for epoch in range(EPOCHS):
+        for epoch in loader.epochs(EPOCHS) if by_epoch else range(EPOCHS):
             for (batch,) in loader:
                 if (worker.rank, worker.incarnation, number) == (1, 1, dies_at):
                     worker.client.drain()
@@ -87,3 +91,15 @@ def test_rank_with_two_optimizers_goes_on_behind_its_batches(
         assert seen == whole[1][0][number:], number
         assert values == whole[1][2] == ranks.returned[0][2]
         assert reduced == whole[1][1]
+
+
+def test_rank_finds_by_any_optimizer_that_the_others_go_on(make_cluster: MakeCluster) -> None:
+    """The first one steps with none of the batches that the others wait in."""
+    began = time.monotonic()
+    cluster = make_cluster(workers=2, restarts=True, policy=ps.Sync())
+    dies_at = BATCHES // EPOCHS
+    train = training("the first now and then", dies_at, by_epoch=True)
+    ranks = Ranks(cluster, train).start(0, 1)
+    seen, _, _ = ranks.end()[1]
+    assert (ranks.restarts, len(seen)) == ([1], BATCHES - dies_at)
+    assert time.monotonic() - began < company.WAIT_S / 2

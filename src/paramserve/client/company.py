@@ -8,6 +8,7 @@ have stopped, and it has nothing to train on its own.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ WAIT_S = 30.0
 POLL_S = 0.05
 
 
-def all_have_stopped(client: Client, group: str, clock: int, epoch: int) -> bool:
-    """Whether all other ranks have ended their loop at this clock of a group, behind this epoch.
+def all_have_stopped(client: Client, clocks: Mapping[str, int], epoch: int) -> bool:
+    """Whether all other ranks have ended their loop at these clocks, by group, behind this epoch.
 
     Waits up to `WAIT_S` until that is so, or one of them goes on. Others that were started again,
     as all ranks of a run that goes on from a checkpoint, may ask the same: they count as going on.
@@ -30,10 +31,11 @@ def all_have_stopped(client: Client, group: str, clock: int, epoch: int) -> bool
         if not others or any(each.incarnation > 1 for each in others):
             return False
         beats = connection.reports()
-        reports = [each for beat in beats for each in beat.groups if each.name == group]
-        clocks = [told for report in reports for told in (*report.clocks, *report.left)]
+        reports = [each for beat in beats for each in beat.groups if each.name in clocks]
+        known = {(r.name, *at) for r in reports for at in (*r.clocks, *r.left)}
         arrived = {rank for report in reports for rank, _ in report.held}
-        if any(each.rank in arrived or (each.rank, clock) not in clocks for each in others):
+        expected = [(group, each.rank, at) for each in others for group, at in clocks.items()]
+        if any(each.rank in arrived for each in others) or not known.issuperset(expected):
             return False
         if all(each.state == "left" for each in others):
             return True

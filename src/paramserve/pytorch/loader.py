@@ -230,10 +230,10 @@ class Loader:
             before, most = course.steps_left, max(epochs - start, 0)
             done, steps, begun = course.whole_passes(self._epochs, self._extent, most)
             if done and before == steps and not worker.returned_before:
-                group, left = worker.groups[0], epochs - start - done
-                clock = worker.client.steps.resumed.get(group, 0)
+                resumed, left = worker.client.steps.resumed, epochs - start - done
+                clocks = {each: resumed[each] for each in worker.groups if resumed.get(each)}
                 epoch = course.epoch_behind(done)
-                if left and all_have_stopped(worker.client, group, clock, epoch):
+                if left and all_have_stopped(worker.client, clocks, epoch):
                     worker.notices.others_have_stopped(start + done - 1)
                     return loop(worker, start, done, start + done)
                 worker.notices.behind_epoch(start + done - 1)
