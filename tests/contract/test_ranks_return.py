@@ -21,7 +21,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.errors import CollectiveMismatch
+from paramserve.client import collectives, timeouts
+from paramserve.errors import CollectiveMismatch, ParamServeError
 
 STEPS, OF_EPOCH, DIES_AT = 6, 2, 4
 """Steps in all and in an epoch, and the step at whose beginning a rank dies."""
@@ -248,6 +249,37 @@ def test_calls_before_a_step_and_behind_it_that_cannot_be_told_apart_end_the_run
     ranks = start(make_cluster, Case(loop, "barrier", 1, 1, where))
     with pytest.raises(CollectiveMismatch, match="make all collectives before the step, or all"):
         ranks.until(lambda: len(ranks.returned) == 2)
+
+
+@pytest.mark.filterwarnings("ignore:.* ended without rank 1, which was started again")
+@pytest.mark.parametrize("where", [0, 1])
+def test_clock_that_is_asked_for_before_the_calls_of_the_setup_ends_the_run_with_the_way_out(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, where: int
+) -> None:
+    monkeypatch.setattr(timeouts, "SAY_S", 0.2)
+    monkeypatch.setattr(timeouts, "LOOK_S", 0.4)
+    monkeypatch.setattr(collectives, "ASK_S", 0.2)
+
+    def train(worker: ps.Worker) -> None:
+        worker.client.define("w", np.zeros(2), rule=ps.Add())
+        start = worker.clock
+        worker.all_reduce(-1.0)
+        for number in range(start, STEPS):
+            for which in range(2):
+                if (worker.rank, worker.incarnation, number, which) == (1, 1, DIES_AT, where):
+                    worker.client.drain()
+                    raise Killed
+                if which == 0:
+                    worker.all_reduce(float(number))
+            worker.client.push_pull({"w": np.ones(2)}, tick=True)
+
+    deadlines = structs.replace(DEADLINES, request_s=1.0)
+    cluster = make_cluster(workers=2, restarts=True, policy=ps.Sync(), deadlines=deadlines)
+    ranks = Ranks(cluster, train).start(0, 1)
+    with pytest.raises(ParamServeError) as raised:
+        ranks.until(lambda: len(ranks.returned) == 2)
+    assert "behind" in raised.value.fix
+    assert "of the setup" in raised.value.fix
 
 
 def test_stream_that_goes_on_where_it_was_saved_hears_of_its_end(make_cluster: MakeCluster) -> None:

@@ -51,7 +51,8 @@ def cannot_end(rank: int, what: str, met: OpenCollective, waited_s: float) -> Pa
         f"{what} cannot end: rank {rank} has waited {waited_s:.1f} s for {ranks(met.waiting)}, "
         f"which {verb} in {call} for {ranks(met.missing)}",
         applied="no" if what in READS else "unknown",
-        fix=f"call {call} at the same point on all ranks, after the same number of steps",
+        fix=f"call {call} at the same point on all ranks, after the same number of steps; in a "
+        "loop that begins at worker.clock ask for it behind the calls of the setup",
     )
 
 

@@ -582,8 +582,9 @@ class Collectives:
         raise CollectiveMismatch(
             f"{where} at step {at.place} of its program, where the call of before was {was}: a "
             f"function that begins again gets the results that its calls had{cause}",
-            fix="make the calls of before in the same order; where a run goes on from a checkpoint "
-            "make new ones behind them only, or begin without resume=",
+            fix="make the calls of before in the same order; in a loop that begins at worker.clock "
+            "ask for it behind the calls of the setup; where a run goes on from a checkpoint make "
+            "new ones behind them only, or begin without resume=",
         )
 
     def _check(self, message: AllReduce) -> None:
