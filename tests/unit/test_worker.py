@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from paramserve import seeding
-from paramserve import worker as worker_module
 from paramserve.config import Credentials
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
@@ -20,6 +19,7 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.engine.child import Bootstrap
 from paramserve.observe.history import History
 from paramserve.worker import Resumed, Worker, WorkerConfig, main
+from paramserve.worker import process as worker_module
 
 
 class RecordsCalls:
