@@ -320,6 +320,12 @@ class Encoder:
                 if not (each.headers or unanswered or residual.any()):
                     del self._residuals[block.id]
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients are on their way that count only if they are applied."""
+        with self._lock:
+            return any(each.counted for every in self._unanswered.values() for each in every)
+
     def flush_of(self, calls: Sequence[tuple[int, int]]) -> int:
         """The number of the flush that a call is to be (`Done.flush`); 0: of none.
 

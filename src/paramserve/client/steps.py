@@ -413,6 +413,7 @@ class Steps(ClientClocks):
                     ]
                 )
                 ordered = self._entry_first(ordered)
+            flush = 0 if self.encoder is None else self._flush_of(self.encoder, ordered)
             for each in ordered:
                 if each.options.tick:
                     ticked, last = True, each
@@ -423,15 +424,6 @@ class Steps(ClientClocks):
             if ticked:
                 exchange.unfinished = "a step"
             calls: list[tuple[list[Step], Operation]] = []
-            flush = 0
-            if self.encoder is not None:
-                flush = self.encoder.flush_of(
-                    [
-                        (each.block.group, self.clocks.get(each.block.group_name, 0))
-                        for each in ordered
-                        if each.options.tick
-                    ]
-                )
             for each in ordered:
                 own = (mark, saved) if each is last else (None, ())
                 follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
@@ -450,6 +442,25 @@ class Steps(ClientClocks):
             return [prepared[0].ticket]
         by_group = {each.parts.block.group: each.ticket for each in prepared}
         return [by_group[each.block.group] for each in parts]
+
+    def _flush_of(self, encoder: Encoder, ordered: Sequence[StepParts]) -> int:
+        """The number of the flush that a call is to be; 0: of none. What was sent before is
+        answered first: of a gradient that is not applied nothing is left out."""
+
+        def due() -> int:
+            ticked = [each.block for each in ordered if each.options.tick]
+            clocks = [(each.group, self.clocks.get(each.group_name, 0)) for each in ticked]
+            return encoder.flush_of(clocks)
+
+        flush = due()
+        if not (flush and encoder.waits):
+            return flush
+        try:
+            self.waits.until(self._exchange.settle, "push", None, None)
+        except PushTimeout as error:
+            error.applied = "no"  # of the call
+            raise
+        return due()
 
     def _prepare(
         self,
