@@ -195,12 +195,20 @@ class Steps(ClientClocks):
         """This client knows of a block from now on; repeating changes nothing."""
         self._terms.defined(block.group, block.spec.consistency)
         late = not (self.first or block.group in self.versions or block.group_name in self._found)
-        if late and self._rank != NO_RANK:
+        if late and self._rank != NO_RANK and not self._is_member_before(block):
             self.membership.came_late(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
         coded = block.spec.push is not None and block.table is None
         if coded and self.encoder is None:
             self.encoder = Encoder(self._rank, self._exchange.take_each)
+
+    def _is_member_before(self, block: Block) -> bool:
+        """Whether this rank, which was added, is a member of the first group, and so of one that is
+        defined now."""
+        others = [each for each in self._defined() if each.group != block.group]
+        collecting = [each for each in others if self.traits_of(each).collects]
+        first = min(collecting, key=lambda each: each.group, default=block)
+        return first is not block and not self.membership.pending(first.group_name)
 
     def sent_gradients(self) -> tuple[SentGradients, ...]:
         """Of each group what its gradients and values took on the wire, where a codec has encoded

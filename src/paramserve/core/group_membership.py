@@ -7,6 +7,10 @@ counts no vote of a shard that does not know it yet. So a clock has the same mem
 While a clock is decided and not committed on the lead, as it stops for a cut, a rank that joins
 waits for the commit.
 
+A group that is defined later has the members that the first one has then, besides the ranks that
+the cluster was started with: else those that step both would wait for an added rank in one of them,
+and it for them in the other.
+
 A rank that steps several groups joins the first one by itself, and the others when its first step
 there is answered: where that one's clock is decided with it, all who step both are at the same
 clock of the others. Meanwhile it is no member there, on any shard that has answered its request.
@@ -15,6 +19,7 @@ clock of the others. Meanwhile it is no member there, on any shard that has answ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from paramserve.core.commit import Lead, lead_of
 from paramserve.core.events import EnterGroups, GroupEffect, Send
@@ -65,6 +70,16 @@ class MembershipAgreement:
         request."""
 
     # --- what the lead decides -------------------------------------------------------------------
+
+    def begin(self, added: Mapping[int, JoinedBy]) -> None:
+        """The group is new, and these are members besides the ranks that the cluster was started
+        with: on the lead a decision, which the others take for what it will be."""
+        members = self._state.members
+        joined = {**members.joined, **added}
+        if self._clocks is None:
+            members.decided(members.number, joined, self._state.start)
+        else:
+            self._decide(joined)
 
     def join(self, rank: int, client: int, seq: int) -> bool:
         """On the lead, make a live rank a member, as this request of a client asks; whether the

@@ -47,6 +47,7 @@ from paramserve.core.events import (
 )
 from paramserve.core.flush import note
 from paramserve.core.group import GroupMachine
+from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState, Watching
 from paramserve.core.replies import (
     Bytes,
@@ -588,7 +589,10 @@ class Shard:
                 np.copyto(block.value, memory.at(message.arena, message.offset, block))
             machine = self.groups.get(spec.group)
             if machine is None:
+                added = self._added_members()
                 machine = self.groups[spec.group] = self._new_group_of(message)
+                if added:
+                    machine.membership.begin(added)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
@@ -627,6 +631,16 @@ class Shard:
                 f"shard {self.number} has no memory for block {spec.block} ({what})",
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
+
+    def _added_members(self) -> dict[int, JoinedBy]:
+        """Ranks that were added, or have come again, and are members of the first group that
+        collects gradients: of one that is defined now they are as well."""
+        first = self.sessions.first
+        for _, machine in sorted(self.groups.items()):
+            if machine.state.collects:
+                joined = machine.state.members.joined.items()
+                return {r: by._replace(clock=0) for r, by in joined if r not in first}
+        return {}
 
     def _new_group_of(self, message: Define) -> GroupMachine:
         spec, own = message.spec, message.spec.consistency

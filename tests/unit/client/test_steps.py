@@ -687,15 +687,19 @@ def test_enter_ahead_that_takes_too_long_is_repeated() -> None:
     assert (one.said(), one.pending()) == ([(JOIN, 1, ()), (JOIN, 1, ())], [])
 
 
-def test_rank_that_the_cluster_did_not_begin_with_is_pending_in_a_group_that_is_new() -> None:
-    one = Joiner()
+@pytest.mark.parametrize("member", [False, True])
+def test_added_rank_is_pending_in_a_group_that_is_new_unless_it_is_a_member_of_the_first(
+    member: bool,
+) -> None:
+    one = Joiner() if member else Joiner(A)
     later = block_of({"later": (2,)}, number=5, group="later", shards=2)
     one.steps.first = False
     one.steps.defined(A)
-    one.steps.defined(later)
-    one.steps.defined(later)
+    for _ in range(2):
+        one.memory.blocks[5] = later
+        one.steps.defined(later)
     pending = one.steps.membership.pending
-    assert (pending("a"), pending("later")) == (False, True)
+    assert (pending("a"), pending("later")) == (not member, not member)
 
 
 @pytest.mark.parametrize(("returned", "pending"), [(False, [A]), (True, [A, BB])])

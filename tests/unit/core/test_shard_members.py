@@ -708,3 +708,29 @@ def test_forgotten_client_that_comes_back_is_refused() -> None:
     refused = one.happen(ClientHere(9, 0, -1, 4, again=True)).refused
     assert refused is not None, "its unanswered request would be applied a second time"
     assert refused.applied == "unknown"
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "lost"])
+def test_group_that_is_defined_later_has_the_members_of_the_first(heard: bool) -> None:
+    """Also where the group is defined on a shard that has not heard of the added member: the lead
+    decides no clock without that."""
+    one = pair()
+    one.join(8, 7)
+    for shard in range(2):
+        one.send(8, JoinGroup(0, 0), shard)
+    if heard:
+        one.deliver()
+    one.wire = []
+    one.define(FIRST, block_spec((1,), (1,), number=1, group=2, cuts=(0, 1, 2)))
+    found = [set(shard.groups[2].state.clocks) for shard in one.shards]
+    assert found == [{0, 1, 7}, {0, 1, 7} if heard else {0, 1}]
+    one.wire = []
+
+    def step(client: int) -> list[list[float]]:
+        for shard in range(2):
+            one.step(client, {1: [1.0]}, shard=shard, group=2)
+        resent(one)
+        return [one.value(1, shard) for shard in range(2)]
+
+    assert [step(client) for client in (FIRST, OTHER)] == [[[0.0], [0.0]]] * 2, "7 is waited for"
+    assert step(8) == [[3.0], [3.0]]
