@@ -132,8 +132,10 @@ class _Both:
         handler: Handler | None = (
             self._coordinator if hello.role in COORDINATOR_ROLES else self.server
         )
-        if handler is None:
-            raise ParamServeError("the server is still starting", fix="try again")
+        if handler is None:  # nobody was told of this address yet
+            raise ServerGone(
+                "the server that was known here has ended, and another one starts", fix="join again"
+            )
         handler.opened(conn, hello)
         self._handlers[conn] = handler
 

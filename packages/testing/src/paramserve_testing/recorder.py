@@ -239,8 +239,10 @@ class Recorder:
                 kind = cluster.workload.owner(block.spec)
                 for number, row in kind.rows(block, server.number, shards):
                     own.final[Part(number, server.number)] = row
+        servers = cluster.coordinator.coordination.membership.servers.values()
+        lost = any(each.lost for each in servers)  # its driver would end the run: none is admitted
         for client in cluster.clients:
-            if client.alive:
+            if client.alive and not (lost and not hasattr(client, "exchange")):
                 waiting = [
                     f"shard {c.number}: {[each.message.seq for each in c.session.unanswered]}"
                     for c in client.exchange.shards
