@@ -35,7 +35,9 @@ def test_language_model_example_small_is_clearly_better_than_unigrams(
     assert "58,200 words to train on, 1,780 held out, vocabulary 500" in output
     while_training = re.findall(r"update +(\d+) +perplexity +([\d.]+)", output)
     assert while_training
-    assert all(int(version) % 50 == 0 for version, _ in while_training)
+    # Two servers without a common clock agree on a moment: one update or a few later.
+    versions = [int(version) for version, _ in while_training]
+    assert all(version >= 50 and version % 50 < 25 for version in versions), versions
     ended = re.search(r"Held-out perplexity: ([\d.]+); of the unigram model: ([\d.]+)", output)
     assert ended is not None
     reached, unigram = map(float, ended.groups())
