@@ -163,7 +163,7 @@ def test_reader_without_a_rank_does_not_wait_and_cannot_push(team: Team) -> None
         reader.push("w", np.ones(LARGE))
     with pytest.raises(NotAMember, match=r"rank -1.*live workers \[0, 1, 2\].*Applied: no"):
         reader.tick().result()
-    assert not reader.steps.unapplied()
+    assert not reader.steps.staged.unapplied()
     assert team.versions() == [0] * len(team.cluster.servers)
 
 

@@ -22,15 +22,15 @@ from paramserve.client.exchange import done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.keyed import Keyed, joined
 from paramserve.client.names import Selection, as_pairs
+from paramserve.client.staging import NOTHING_STAGED, Staged, fail_staged
 from paramserve.client.step_parts import (
-    NOTHING_STAGED,
     BlockPush,
-    Staged,
     StepOptions,
     StepParts,
     check_weight,
+    kept_offset,
 )
-from paramserve.client.steps import Steps, fail_staged, kept_offset
+from paramserve.client.steps import Steps
 from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket, finish
 from paramserve.compiling import load_kernels
@@ -269,7 +269,7 @@ class Dense:
         """
         block = selection.blocks[0]
         group = block.group_name
-        self._steps.check_same_weight(group, weight)
+        self._steps.staged.check_same_weight(group, weight)
         staged = self._steps.staged.get(group)
         if staged is None:
             staged = Staged()
@@ -439,7 +439,7 @@ class Dense:
         check_weight(weight)
         with self._lock:
             block = self._directory.defined_in(group)
-            self._steps.check_same_weight(group, weight)
+            self._steps.staged.check_same_weight(group, weight)
             self._steps.begin()
             if block.table is not None:
                 return self._keyed.push([TablePush(self._keyed.table(block))], weight=weight)

@@ -15,7 +15,8 @@ from paramserve.client import timeouts
 from paramserve.client.connection import Connection
 from paramserve.client.labels import are_labels, check_not_labels
 from paramserve.client.names import Names, Tensor, as_tensors, check_ruled
-from paramserve.client.steps import Steps, kept_offset
+from paramserve.client.step_parts import kept_offset
+from paramserve.client.steps import Steps
 from paramserve.codecs.base import Codec
 from paramserve.codecs.registry import as_codec, own_classes
 from paramserve.codecs.registry import spec as codec_spec

@@ -118,6 +118,38 @@ class Encoder:
                 assert each.change is not None
                 into += each.change
 
+    def encode_all(
+        self,
+        pushes: Sequence[tuple[BlockPush, Slot]],
+        taken: list[Slot],
+        clock: int,
+        *,
+        flush: bool,
+        shared: bool,
+    ) -> dict[int, Encoded]:
+        """Those gradients of a step that are to be encoded, by block.
+
+        Args:
+            pushes: with the slots that they lie in.
+            taken: gets the slots that are taken.
+            clock: as for `encode`.
+            flush: whether the codecs leave nothing out that a later gradient is to make up for.
+            shared: whether the servers are reached through shared memory.
+        """
+        encoded: dict[int, Encoded] = {}
+        for push, slot in pushes:
+            codec = push.block.push_codec
+            if codec is None:
+                continue
+            remote = codec.even_local or not shared
+            if remote and not (flush and codec.feedback):
+                encoded[push.block.id] = self.encode(push, slot, taken, clock)
+            else:
+                whole = self.whole(push, taken)
+                if whole is not None:
+                    encoded[push.block.id] = whole
+        return encoded
+
     def encode(self, push: BlockPush, slot: Slot, taken: list[Slot], clock: int = 0) -> Encoded:
         """Encode a gradient, which is finite; its slot's inactive pieces become zeros.
 

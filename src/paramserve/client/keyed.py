@@ -20,15 +20,14 @@ from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_named, lay_push
+from paramserve.client.staging import NOTHING_STAGED, Staged, fail_staged
 from paramserve.client.step_parts import (
-    NOTHING_STAGED,
-    Staged,
     StepOptions,
     StepParts,
     check_row_hyper,
     check_weight,
 )
-from paramserve.client.steps import Steps, fail_staged
+from paramserve.client.steps import Steps
 from paramserve.client.table import GivenRows, Table, TablePush
 from paramserve.client.ticket import Ticket
 from paramserve.compiling import load_routing
@@ -211,7 +210,7 @@ class Keyed:
         """Copies of gradients that wait for their table's tick; raises as `Table.push`."""
         block, name = push.table.block, push.table.name
         check_weight(weight)
-        self._steps.check_same_weight(name, weight)
+        self._steps.staged.check_same_weight(name, weight)
         keys, values, staged = push.keys, push.values, self._staged(name)
         self._check_hyper(block, self._one_hyper(name, [*staged, push]))
         bad = wide.first_bad(values if push.table.wide is None else values.view(push.table.wide))
@@ -267,7 +266,7 @@ class Keyed:
         if weight is not None:
             check_weight(weight)
             for push in pushes:
-                self._steps.check_same_weight(push.table.name, weight)
+                self._steps.staged.check_same_weight(push.table.name, weight)
         hypers: list[Hyper | None] = []
         for push in pushes:
             hyper, waiting = push.hyper, self._staged(push.table.name) if tick else ()

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from paramserve.client.client import Client
 from paramserve.client.exchange import done
-from paramserve.client.steps import kept_offset
+from paramserve.client.step_parts import kept_offset
 from paramserve.messages import ReadTarget, TakeSnapshot, Watch
 
 Array = npt.NDArray[Any]

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.exchange import Slot
+from paramserve.client.links import Pushed
 from paramserve.client.row_slots import RowPull, RowPush
 from paramserve.client.ticket import Ticket
 from paramserve.config import RuleSpec
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError
+from paramserve.messages import Gradient
 from paramserve.rules.base import Hyper
 from paramserve.rules.registry import BUILT_IN
 from paramserve.rules.registry import build as build_rule
 from paramserve.rules.rows import check_rows, row_layout
-
-if TYPE_CHECKING:
-    from paramserve.client.table import GivenRows
 
 Array = npt.NDArray[Any]
 
@@ -103,22 +101,6 @@ class Filling(Struct, eq=False, gc=False):
     """The largest size of an element of these; below 0: it has to be looked for."""
 
 
-@dataclass
-class Staged:
-    """What was pushed to a group whose policy collects, since its last tick."""
-
-    weight: float | None = None
-    """What was said of the step."""
-    gradients: dict[int, Filling] = field(default_factory=dict)
-    """By block."""
-    rows: list[GivenRows] = field(default_factory=list)
-    """Where the group is a table."""
-    tickets: list[Ticket] = field(default_factory=list)
-
-
-NOTHING_STAGED = Staged()
-"""Not to be changed."""
-
 Captured = Sequence[tuple[BlockPush, Slot]]
 """Gradients with the slots that they lie in."""
 
@@ -185,3 +167,26 @@ def check_weight(weight: float | None) -> None:
     """Refuse a number of samples that is none; None stands for 1."""
     if weight is not None and not 0.0 < weight < math.inf:
         raise ValueError(f"weight must be > 0 and finite, not {weight}")
+
+
+def offset_of(block: Block, slot: Slot, shard: int) -> int:
+    """Where a shard's part of a gradient, or of values that a step reads, begins in the slot's
+    arena, in bytes."""
+    return slot.offset + block.spec.cuts[shard] * block.dtype.itemsize
+
+
+def kept_offset(block: Block, slot: Slot, shard: int) -> int:
+    """The same of a slot with what the servers keep."""
+    return slot.offset + block.spec.cuts[shard] * block.kept.itemsize
+
+
+def say_pushed(push: BlockPush, slot: Slot, shards: int) -> Pushed:
+    """The header parts of a gradient; its slot keeps them for the next one."""
+    block, active, hyper = push.block, push.active, push.hyper
+    check_push(push)
+    parts = tuple(
+        Gradient(block.id, slot.arena, offset_of(block, slot, shard), active, hyper)
+        for shard in range(shards)
+    )
+    slot.pushed = said = block, active, hyper, parts
+    return said

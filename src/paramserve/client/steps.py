@@ -16,15 +16,10 @@ from paramserve.client.awaiting import AwaitedSteps
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.exchange import Exchange, Slot, again, done
-from paramserve.client.links import Pushed
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import Saving
-from paramserve.client.step_parts import (
-    BlockPush,
-    Staged,
-    StepParts,
-    check_push,
-)
+from paramserve.client.staging import Staged, Staging, fail_staged
+from paramserve.client.step_parts import StepParts, offset_of, say_pushed
 from paramserve.client.ticket import Ticket
 from paramserve.client.waits import Waits
 from paramserve.config import NO_RANK, ConsistencySpec, check_number
@@ -118,7 +113,7 @@ class Steps(ClientClocks):
         self.made: dict[str, int] = {}
         self.overtaken: dict[str, int] = {}
         self.repeated = 0
-        self.staged: dict[str, Staged] = {}
+        self.staged = Staging()
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         self.saving: Saving | None = None
         self.run = 0
@@ -279,15 +274,6 @@ class Steps(ClientClocks):
             )
         return collects
 
-    def check_same_weight(self, group: str, weight: float | None) -> None:
-        """Refuse another weight than was said before of a group's step under way."""
-        said = self.staged[group].weight if group in self.staged else None
-        if weight is not None and said is not None and weight != said:
-            raise ValueError(
-                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
-                "a step has one weight; give it with one push, or with tick"
-            )
-
     def stage(self, block: Block, staged: Staged, weight: float | None) -> Ticket:
         """Keep what was pushed to a block's group until its tick; the ticket of the push.
 
@@ -301,20 +287,6 @@ class Steps(ClientClocks):
             staged.weight = weight
         self.staged[block.group_name] = staged
         return ticket
-
-    def unapplied(self) -> str:
-        """What waits for a tick that has not come, in words; empty: nothing does."""
-        found = []
-        for group, staged in self.staged.items():
-            names = {
-                piece.name
-                for filling in staged.gradients.values()
-                for index, piece in enumerate(filling.block.pieces)
-                if index in filling.staged
-            }
-            which = f" ({', '.join(map(repr, sorted(names)))})" if names else ""
-            found.append(f"{len(staged.tickets)} to group {group!r}{which}")
-        return ", ".join(found)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -508,11 +480,11 @@ class Steps(ClientClocks):
             if encoded and push.block.id in encoded:
                 found = encoded[push.block.id]
                 captured += [found.slot]
-                push_parts += [found.headers or self._say_pushed(push, found.slot)[3]]
+                push_parts += [found.headers or say_pushed(push, found.slot, self._shards)[3]]
                 continue
             said = slot.pushed
             if said is None or said[0] is not push.block or said[1:3] != (push.active, push.hyper):
-                said = self._say_pushed(push, slot)
+                said = say_pushed(push, slot, self._shards)
             push_parts += [said[3]]
         for rows in parts.row_pushes:
             captured += [rows.slot]
@@ -571,20 +543,10 @@ class Steps(ClientClocks):
             values: gets the slots that are taken.
             flush: if not 0, the codecs leave nothing out that a later gradient is to make up for.
         """
-        encoded: dict[int, Encoded] = {}
         began = self.now()
         clock = self.clocks.get(parts.block.group_name, 0)
-        for push, slot in parts.pushes:
-            codec = push.block.push_codec
-            if codec is None:
-                continue
-            remote = codec.even_local or not self._exchange.shared
-            if remote and not (flush and codec.feedback):
-                encoded[push.block.id] = encoder.encode(push, slot, values, clock)
-            else:
-                whole = encoder.whole(push, values)
-                if whole is not None:
-                    encoded[push.block.id] = whole
+        shared = self._exchange.shared
+        encoded = encoder.encode_all(parts.pushes, values, clock, flush=bool(flush), shared=shared)
         self._encoded_s += self.now() - began
         return encoded
 
@@ -692,17 +654,6 @@ class Steps(ClientClocks):
                 del viewed[block.id]  # no call since it is in `values`: no interrupt comes
                 places += [(block, slot)]
         return places
-
-    def _say_pushed(self, push: BlockPush, slot: Slot) -> Pushed:
-        """The header parts of a gradient; its slot keeps them for the next one."""
-        block, active, hyper = push.block, push.active, push.hyper
-        check_push(push)
-        parts = tuple(
-            Gradient(block.id, slot.arena, offset_of(block, slot, shard), active, hyper)
-            for shard in range(self._shards)
-        )
-        slot.pushed = said = block, active, hyper, parts
-        return said
 
     def places(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
         """Where each shard writes its part of a block; the slot keeps it for the next read."""
@@ -846,28 +797,3 @@ class Steps(ClientClocks):
                 ticket.release()
             else:
                 self._forgotten.append(ticket)
-
-
-def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:
-    """The step of these pushes was not sent: their tickets say so, and not the next step's."""
-    if not isinstance(why, ParamServeError):
-        why = ParamServeError(
-            f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
-            fix="fix the rejected argument and push these gradients again",
-        )
-    operation = Operation(1)
-    operation.failed(why)
-    for ticket in tickets:
-        if ticket.operation is None:  # else the step was on its way when this call was interrupted
-            ticket.operation = operation
-
-
-def offset_of(block: Block, slot: Slot, shard: int) -> int:
-    """Where a shard's part of a gradient, or of values that a step reads, begins in the slot's
-    arena, in bytes."""
-    return slot.offset + block.spec.cuts[shard] * block.dtype.itemsize
-
-
-def kept_offset(block: Block, slot: Slot, shard: int) -> int:
-    """The same of a slot with what the servers keep."""
-    return slot.offset + block.spec.cuts[shard] * block.kept.itemsize

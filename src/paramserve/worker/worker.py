@@ -705,7 +705,7 @@ class Worker:
         if self.trains_alone:
             self.notices.trained_alone()
         self.notices.nothing_left(self.groups[0])
-        if waiting := self.client.steps.unapplied():
+        if waiting := self.client.steps.staged.unapplied():
             warn_user(
                 f"rank {self.rank} ends with pushes that wait for a tick: {waiting}. They are not "
                 "applied: the group's policy collects the pushes of a step until client.tick(group)"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tests.unit.client.fakes import Memory, block_of
 
-from paramserve.client.step_parts import BlockPush, Staged, StepOptions, StepParts, check_push
+from paramserve.client.staging import Staged
+from paramserve.client.step_parts import BlockPush, StepOptions, StepParts, check_push
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
 from paramserve.client.waits import Waits

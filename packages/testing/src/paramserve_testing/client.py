@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from paramserve.client.step_parts import StepOptions, StepParts
-from paramserve.client.steps import offset_of
+from paramserve.client.step_parts import StepOptions, StepParts, offset_of
 from paramserve.client.ticket import Ticket
 from paramserve.consistency import registry as policies
 from paramserve.consistency.base import Policy

@@ -1,0 +1,73 @@
+"""What is pushed to groups whose policy collects, until their ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paramserve.client.step_parts import Filling
+from paramserve.client.ticket import Ticket
+from paramserve.core.client_session import Operation
+from paramserve.errors import ParamServeError
+
+if TYPE_CHECKING:
+    from paramserve.client.table import GivenRows
+
+
+@dataclass
+class Staged:
+    """What was pushed to a group whose policy collects, since its last tick."""
+
+    weight: float | None = None
+    """What was said of the step."""
+    gradients: dict[int, Filling] = field(default_factory=dict)
+    """By block."""
+    rows: list[GivenRows] = field(default_factory=list)
+    """Where the group is a table."""
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+NOTHING_STAGED = Staged()
+"""Not to be changed."""
+
+
+class Staging(dict[str, Staged]):
+    """By group, what waits for its tick."""
+
+    def check_same_weight(self, group: str, weight: float | None) -> None:
+        """Refuse another weight than was said before of a group's step under way."""
+        said = self[group].weight if group in self else None
+        if weight is not None and said is not None and weight != said:
+            raise ValueError(
+                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
+                "a step has one weight; give it with one push, or with tick"
+            )
+
+    def unapplied(self) -> str:
+        """What waits for a tick that has not come, in words; empty: nothing does."""
+        found = []
+        for group, staged in self.items():
+            names = {
+                piece.name
+                for filling in staged.gradients.values()
+                for index, piece in enumerate(filling.block.pieces)
+                if index in filling.staged
+            }
+            which = f" ({', '.join(map(repr, sorted(names)))})" if names else ""
+            found.append(f"{len(staged.tickets)} to group {group!r}{which}")
+        return ", ".join(found)
+
+
+def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:
+    """The step of these pushes was not sent: their tickets say so, and not the next step's."""
+    if not isinstance(why, ParamServeError):
+        why = ParamServeError(
+            f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",
+            fix="fix the rejected argument and push these gradients again",
+        )
+    operation = Operation(1)
+    operation.failed(why)
+    for ticket in tickets:
+        if ticket.operation is None:  # else the step was on its way when this call was interrupted
+            ticket.operation = operation
