@@ -65,6 +65,8 @@ class Interrupter:
                     self.where = f"{place}:{frame.f_lineno} {frame.f_code.co_qualname}"
                     raise KeyboardInterrupt
             self._due[frame] = self._code[frame.f_code][frame.f_lasti] in CHECKS
+        elif event == "exception":  # What raises goes to its handler and looks for no signals.
+            self._due[frame] = False
         elif event == "return":
             self._due.pop(frame, None)
         return self._step

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps, Sync
 from paramserve.core.table.options import Zeros
 from paramserve.errors import ClientClosed
+from paramserve.messages import WorkerBeat
 from paramserve.pytorch import Embedding
 from paramserve.rules import SGD, Add
 from paramserve.worker import Worker
@@ -431,6 +433,34 @@ def test_interrupt_at_every_moment_leaves_the_client_whole_or_closed(trial: Tria
     assert (
         trial.closed < moments * trial.closed_part_max
     )  # Closing is for where nothing else is safe.
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("again", [False, True], ids=["call", "reconnect"])
+def test_interrupt_of_a_call_of_the_coordinator_ends_no_worker(
+    make_cluster: MakeCluster, again: bool
+) -> None:
+    client = make_cluster(workers=1).client(0)
+    ask, control = client.connection.members, client.connection.control
+
+    def begin() -> None:
+        if again:
+            control._link._break_off()
+
+    begin()
+    counting = Interrupter()
+    counting.run(ask)
+    for at in range(1, counting.passed + 1):
+        begin()
+        interrupter = Interrupter(at)
+        interrupter.run(ask)
+        found = [(each.state, each.client) for each in ask()]
+        assert found == [("live", client.connection.id)], interrupter.where
+    control._link._break_off()
+    assert ask()
+    assert not control._others  # What was kept open is closed.
+    with ThreadPoolExecutor(1) as other:  # As the heartbeat's thread.
+        assert other.submit(control.notify, WorkerBeat(0)).result()
 
 
 LOOK_S = 0.01

@@ -15,6 +15,7 @@ import pytest
 from tests.contract.echo_host import (
     ALL,
     ARENA_BYTES,
+    STREAMS,
     WAIT_S,
     AnyLink,
     Host,
@@ -34,6 +35,7 @@ from paramserve.errors import (
 )
 from paramserve.messages import Hello, Refused
 from paramserve.transport.arena import Arena
+from paramserve.transport.link import Link
 
 
 @pytest.fixture(params=ALL)
@@ -277,6 +279,30 @@ def test_reply_over_the_send_buffer_reaches_a_peer_that_reads(
     link.skip_payload()
     ping(link)
     link.close()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_link_that_was_broken_off_is_of_no_use_and_stays_open_if_it_is_to(
+    make_host: MakeHost, kind: str
+) -> None:
+    host = make_host(kind)
+    kept, ended, other = (host.connect(Hello("client", client=number)) for number in (1, 2, 3))
+    assert isinstance(kept, Link)
+    assert isinstance(ended, Link)
+    kept.keep_open()
+    for link in (kept, ended):
+        ping(link)
+        link._break_off()
+        for use in (lambda link=link: link.send(b"x"), lambda link=link: link.receive(0)):
+            with pytest.raises(ConnectionError, match="was broken off"):
+                use()
+        assert link.fileno() == -1
+    host.handler.wait(lambda: host.handler.closed_by == [2])
+    ping(other)
+    assert host.handler.closed_by == [2]
+    kept.close()
+    host.handler.wait(lambda: host.handler.closed_by == [2, 1])
+    other.close()
 
 
 def test_listener_that_closes_ends_its_connections(host: Host) -> None:

@@ -76,6 +76,9 @@ class ControlLink:
         """All of the coordinator's; `address` is the one that was reached."""
         self.notices: deque[ServerNotice] = deque()
         self._link = link
+        self._others: list[Link] = []
+        """Those besides that the coordinator may know this side by: open until it has taken the
+        next one, since it takes the end of the one that it knows for the end of this process."""
         # An interrupt can come right after a lock was taken, before that is noted: so each is
         # released without asking, and raises RuntimeError if this thread does not have it. Nothing
         # else may be called there (as `suppress`): an interrupt would come before the release.
@@ -131,6 +134,7 @@ class ControlLink:
         """From now on a broken connection is made anew, and this is sent first; the calls that
         follow must be such that repeating them is safe."""
         self._identity, self._deadlines = identity, deadlines
+        self._link.keep_open()
 
     def begin_anew(self, timeout_s: float) -> None:
         """Connect again as one whom the coordinator does not know yet; `identify` says who it is.
@@ -153,6 +157,7 @@ class ControlLink:
                 self._identity = self._refusal = None
                 self._given_up = False
                 before.close()
+            self._close_others()
             self.address = link.address
         finally:
             self._lock.release()
@@ -213,12 +218,17 @@ class ControlLink:
         self._call += 1
         try:
             link = self._dial(limit_s)
-            with self._io:  # before any heartbeat: the coordinator must know the sender
-                self._link, self._poll = link, select.poll()
+            link.keep_open()
+            poll = select.poll()
+            poll.register(link, select.POLLIN)
+            known = [*self._others, self._link, link]
+            self._others = [each for each in known if each.broken_off or each.fileno() >= 0]
+            # Before any heartbeat: the coordinator must know the sender.
+            link.send(encode(structs.replace(self._identity, call=self._call)))
+            with self._io:
+                self._link, self._poll = link, poll
                 if self._hurried:
                     link.io_timeout_s = HURRIED_IO_S
-                self._poll.register(link, select.POLLIN)
-                link.send(encode(structs.replace(self._identity, call=self._call)))
             # What follows on this connection is read behind it, also where no answer comes in time.
             reply = None
             while reply is None and time.monotonic() < until and not (self._closed or ended()):
@@ -227,6 +237,8 @@ class ControlLink:
                 reply = self._await(self._call, min(until, time.monotonic() + LOOK_S))
             if isinstance(reply, Failed):
                 raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
+            if reply is not None:
+                self._close_others()
         except ConnectTimeout as error:
             return error.__cause__
         except ConnectionError as error:
@@ -241,6 +253,12 @@ class ControlLink:
         extra = event("reconnected", address=self.address)
         logger.info("connected to the coordinator at %s again", self.address, extra=extra)
         return None
+
+    def _close_others(self) -> None:
+        others, self._others = self._others, []
+        for each in others:
+            if each is not self._link:
+                each.close()
 
     def call(
         self,
@@ -280,7 +298,8 @@ class ControlLink:
         Raises:
             ParamServeError: the coordinator's own refusal.
             CoordinatorGone: the connection broke. Whether the call had an effect is unknown.
-            ClientClosed: an earlier call was interrupted within a message, which ended it.
+            ClientClosed: an earlier call was interrupted within a message, which ended it: the
+                coordinator does not know yet who this is.
             Timeout: no reply in `timeout_s` + `slack_s`.
         """
         deadline = time.monotonic() + timeout_s + slack_s
@@ -369,18 +388,20 @@ class ControlLink:
     ) -> bool:
         """False: another thread was sending until the deadline, or the coordinator takes nothing,
         and `waits` is False. Nothing was sent."""
+        sent = False
         try:
-            if not self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-                return False
-            if not waits:
-                return self._link.offer(encode(message))
-            self._link.send(encode(message))
-            return True
+            if self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                if waits:
+                    self._link.send(encode(message))
+                    sent = True
+                else:
+                    sent = self._link.offer(encode(message))
         finally:
             try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass
+        return sent
 
     def _receive(self, timeout_s: float) -> bytes | None:
         """The next header; None: not in time, or not in `LOOK_S`. The caller holds `_lock`."""
@@ -394,15 +415,16 @@ class ControlLink:
 
     def _take(self, timeout_s: float) -> bytes | None:
         """What is there; the time is for another thread that sends."""
+        header = None
         try:
-            if not self._io.acquire(timeout=timeout_s):
-                return None
-            return self._link.receive(0.0)
+            if self._io.acquire(timeout=timeout_s):
+                header = self._link.receive(0.0)
         finally:
             try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass
+        return header
 
     def notify(self, message: CoordinatorNotice | ServerEnds, *, waits: bool = True) -> bool:
         """Send a heartbeat, also while a call waits for its answer.
@@ -469,7 +491,7 @@ class ControlLink:
     def _gone(self, error: Exception) -> ParamServeError:
         if isinstance(error, EndedByPeer):
             return self._refused(error.reason)
-        if self._link.broken_off:
+        if self._link.broken_off and self._identity is None:
             return ClientClosed(
                 f"the connection to the coordinator at {self.address} was closed here: an earlier "
                 "call was interrupted within a message",
@@ -491,3 +513,4 @@ class ControlLink:
         self._closed = True
         with contextlib.suppress(ConnectionError):
             self._link.close()
+            self._close_others()

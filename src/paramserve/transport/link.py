@@ -81,7 +81,7 @@ class Link:
         shared: whether the peer has mapped the arenas that `connect` was given.
         payload_bytes: what is left to read of the payload whose header came last.
         more: whether `buffered` may have more frames, as `receive` has found last.
-        broken_off: whether a call ended within a frame, and the connection with it.
+        broken_off: whether a call ended within a frame: the connection is of no further use.
         while_blocked: called, if set, when the peer takes nothing of a frame and something has come
             from it: it may read on only when that is read. It may call `receive` and read payloads.
     """
@@ -94,6 +94,10 @@ class Link:
         self.payload_bytes = 0
         self.more = False
         self.broken_off = False
+        self._kept: socket.socket | None = None
+        """Of a connection that was broken off and stays open."""
+        self._spare: socket.socket | None = None
+        """A closed one, for its place; see `keep_open`."""
         self.while_blocked: Callable[[], None] | None = None
         self._within_frame = False
         """Whether `while_blocked` runs."""
@@ -451,25 +455,36 @@ class Link:
             [self.address], hello, arenas=[arena], timeout_s=timeout_s, limits=self._limits
         ).close()
 
+    def keep_open(self) -> None:
+        """From now on a connection that is broken off stays open until `close`, since the peer
+        takes its end for the end of this process."""
+        self._spare = socket.socket()
+        self._spare.close()
+
     def close(self) -> None:
         """End the connection; repeating is safe. A call that waits in another thread raises."""
         self._closed = True
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        self.abandon()
 
     def abandon(self) -> None:
         """Close the descriptor in a forked child; the parent's connection goes on."""
         self._closed = True
         self._sock.close()
+        if self._kept is not None:
+            self._kept.close()
 
     def _break_off(self) -> None:
-        """End the connection: a call was interrupted within a frame, and the peer would take the
-        next frame for the rest of it. Later calls raise `ConnectionError`."""
+        """Use the connection no more: a call was interrupted within a frame, and the peer would
+        take the next frame for the rest of it. Later calls raise `ConnectionError`."""
         if self._sock.fileno() >= 0:
             self.broken_off = True
-            self._sock.close()
+            if self._spare is not None:
+                self._kept, self._sock = self._sock, self._spare
+            else:
+                self._sock.close()
 
     def _wait(self, poll: select.poll, what: str) -> None:
         began = time.monotonic()
