@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from paramserve import seeding
+from paramserve.client.staging import Staging
 from paramserve.config import Credentials
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, ElasticAverage, LocalSteps
@@ -34,6 +35,7 @@ class RecordsCalls:
         self.resumed: dict[str, int] = {}
         self.clocks = {"default": 4, "model": 7}
         self.connection = self.steps = self.saving = self
+        self.staged = Staging()
         self.calls: list[Any] = []
         self.policies: dict[str, Policy] = {}
 
@@ -50,9 +52,6 @@ class RecordsCalls:
 
     def send_log(self) -> None:
         self.calls.append("send log")
-
-    def unapplied(self) -> str:
-        return ""
 
     def tell_saved(self) -> None:
         """Nothing was saved."""

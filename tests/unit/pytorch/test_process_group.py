@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paramserve.client.staging import Staging
 from paramserve.errors import ParamServeError
 from paramserve.pytorch import process_group
 from paramserve.pytorch.process_group import _backend, _Card, own_host, start
@@ -58,7 +59,7 @@ def client(**changes: Any) -> Any:
     facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False, "restarts": False} | changes
     joined = SimpleNamespace(**facts)
     ends = {"drain": lambda: None, "close": lambda leave=True: None}
-    steps = SimpleNamespace(unapplied=lambda: "", clocks={}, tell_saved=lambda: None)
+    steps = SimpleNamespace(staged=Staging(), clocks={}, tell_saved=lambda: None)
     return SimpleNamespace(rank=joined.rank, timeout_s=1.0, connection=joined, steps=steps, **ends)
 
 
