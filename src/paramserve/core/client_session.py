@@ -353,7 +353,7 @@ class SlotPool(Generic[S]):
                 if oldest <= self._lost_at.setdefault(own, last):
                     self.lost.rotate(-1)
                     continue
-                del self._lost_at[own]
                 self.in_use -= self.taken[own]
                 del self.taken[own]
+            self._lost_at.pop(own, None)
             self.lost.popleft()

@@ -398,7 +398,7 @@ class Collectives:
             self._kept_bytes -= len(oldest.result) + len(oldest.places) * CLIENT_BYTES
             if self._ended[first].clients is not oldest.clients:
                 self._kept_bytes -= len(oldest.clients) * CLIENT_BYTES
-            self._forgotten = max(self._forgotten, oldest.at)
+            self._forgotten = At(*map(max, self._forgotten, oldest.at))
 
     def missing(self) -> tuple[Member, ...]:
         """The ranks whose values the open collective waits for."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tests.unit.core.test_collectives import Ranks
 
+from paramserve.core import collectives
 from paramserve.core.collectives import CollectivesRecord
 from paramserve.core.membership import LEFT
 from paramserve.errors import CollectiveMismatch
@@ -110,3 +111,18 @@ def test_last_rank_goes_on_without_a_restarted_one_that_had_nothing_left_to_do()
     ranks.ended(1, LEFT)
     ranks.membership.returned.add(1)
     assert ranks.call(0, 5.0, place=2) == 5.0
+
+
+def test_call_of_a_forgotten_epoch_is_refused_where_steps_began_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank with leased samples counts its steps anew when it comes again, and not its epochs."""
+    monkeypatch.setattr(collectives, "KEPT_MAX", 2)
+    ranks = Ranks(1)
+    for epoch, place in ((2, 10), (4, 0), (6, 0), (8, 0)):
+        ranks.call(0, float(epoch), "max", place=place, epoch=epoch, exact=False)
+    ranks.dies(0)
+    ranks.join(0)
+    with pytest.raises(CollectiveMismatch, match="kept no longer"):
+        ranks.call(0, 99.0, "max", place=0, epoch=4, exact=False)
+    assert ranks.call(0, 99.0, "max", place=0, epoch=6, exact=False) == 6.0
