@@ -71,9 +71,11 @@ class MembershipAgreement:
 
     # --- what the lead decides -------------------------------------------------------------------
 
-    def begin(self, added: Mapping[int, JoinedBy]) -> None:
-        """The group is new, and these are members besides the ranks that the cluster was started
-        with: on the lead a decision, which the others take for what it will be."""
+    def begin(self, added: Mapping[int, JoinedBy], now: float) -> None:
+        """The group is new and not the first, and these are members besides the ranks that the
+        cluster was started with: on the lead a decision, also without any, since others may have
+        heard of more than it; they take theirs for what it will be."""
+        self._state.now = now
         members = self._state.members
         joined = {**members.joined, **added}
         if self._clocks is None:

@@ -591,8 +591,8 @@ class Shard:
             if machine is None:
                 added = self._added_members()
                 machine = self.groups[spec.group] = self._new_group_of(message)
-                if added:
-                    machine.membership.begin(added)
+                if added is not None:
+                    machine.membership.begin(added, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
@@ -632,15 +632,15 @@ class Shard:
                 fix="use more servers on more machines, or smaller parameters",
             ) from None
 
-    def _added_members(self) -> dict[int, JoinedBy]:
+    def _added_members(self) -> dict[int, JoinedBy] | None:
         """Ranks that were added, or have come again, and are members of the first group that
-        collects gradients: of one that is defined now they are as well."""
+        collects gradients: of one that is defined now they are as well. None: no group does."""
         first = self.sessions.first
         for _, machine in sorted(self.groups.items()):
             if machine.state.collects:
                 joined = machine.state.members.joined.items()
                 return {r: by._replace(clock=0) for r, by in joined if r not in first}
-        return {}
+        return None
 
     def _new_group_of(self, message: Define) -> GroupMachine:
         spec, own = message.spec, message.spec.consistency

@@ -711,26 +711,31 @@ def test_forgotten_client_that_comes_back_is_refused() -> None:
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["heard", "lost"])
-def test_group_that_is_defined_later_has_the_members_of_the_first(heard: bool) -> None:
-    """Also where the group is defined on a shard that has not heard of the added member: the lead
-    decides no clock without that."""
+@pytest.mark.parametrize("group", [1, 2], ids=["lead-1", "lead-0"])
+def test_group_that_is_defined_later_has_the_members_of_the_first(group: int, heard: bool) -> None:
+    """Also where a shard has not heard of the added member when the group is defined: all go by
+    what its lead knew, and a member that it did not know of is told to join."""
     one = pair()
     one.join(8, 7)
     for shard in range(2):
-        one.send(8, JoinGroup(0, 0), shard)
+        one.send(8, JoinGroup(0, 0), shard)  # shard 0 leads, and decides it
     if heard:
         one.deliver()
     one.wire = []
-    one.define(FIRST, block_spec((1,), (1,), number=1, group=2, cuts=(0, 1, 2)))
-    found = [set(shard.groups[2].state.clocks) for shard in one.shards]
+    one.define(FIRST, block_spec((1,), (1,), number=1, group=group, cuts=(0, 1, 2)))
+    found = [set(shard.groups[group].state.clocks) for shard in one.shards]
     assert found == [{0, 1, 7}, {0, 1, 7} if heard else {0, 1}]
     one.wire = []
 
     def step(client: int) -> list[list[float]]:
         for shard in range(2):
-            one.step(client, {1: [1.0]}, shard=shard, group=2)
+            one.step(client, {1: [1.0]}, shard=shard, group=group)
         resent(one)
         return [one.value(1, shard) for shard in range(2)]
 
-    assert [step(client) for client in (FIRST, OTHER)] == [[[0.0], [0.0]]] * 2, "7 is waited for"
-    assert step(8) == [[3.0], [3.0]]
+    known = heard or group == 2
+    waits = [[0.0], [0.0]]
+    after = [waits, waits if known else [[2.0], [2.0]]]
+    assert [step(client) for client in (FIRST, OTHER)] == after, "it waits for whom the lead knew"
+    assert step(8) == ([[3.0], [3.0]] if known else after[1])
+    assert [one.answers(8, shard)[-1].pending for shard in range(2)] == [not known] * 2
