@@ -126,9 +126,6 @@ class GroupMachine:
         try:
             if rank in state.saved.by_rank or (step.saved and rank >= 0):
                 state.saved.step(rank, step)
-            if step.push and state.unapplied is not None:
-                unapplied, state.unapplied = state.unapplied, None
-                raise unapplied
             parts = stepping.gradients(state, step, request.memory)
         except (ParamServeError, ValueError, TypeError, MemoryError) as error:
             if not step.tick:
@@ -143,6 +140,8 @@ class GroupMachine:
             if wrong is not None:
                 raise wrong
             return self._with_news(session, self._not_a_member(session, request))
+        if wrong is None and step.push and state.unapplied is not None:
+            wrong, parts = state.unapplied, []  # forgotten by `_refuse`, since it may be held yet
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
         if member and clocks[rank] < step.clock and not state.at(clocks[rank]).policy.collects:
@@ -190,7 +189,7 @@ class GroupMachine:
         assert type(step) is Step
         try:
             if wrong is not None:
-                raise wrong
+                raise self._refuse(wrong)
             done, written = stepping.apply_now(self.state, session, step, parts, memory, epoch)
         finally:
             if step.tick:
@@ -203,6 +202,12 @@ class GroupMachine:
         if epoch.guarded:  # a user's policy may look at anything
             self.look_again()
         return answer
+
+    def _refuse(self, wrong: Exception) -> Exception:
+        """Why a step is refused, and not held: a lost buffer is told once."""
+        if wrong is self.state.unapplied:
+            self.state.unapplied = None
+        return wrong
 
     def _tick(self, session: ShardSession, step: Step) -> None:
         """A step ends its worker's clock, also if it was refused: the worker has counted it. Under
@@ -479,7 +484,7 @@ class GroupMachine:
             if step.clock < state.committed:
                 state.brought_by[rank] = session.client
                 if wrong is not None:
-                    raise wrong
+                    raise self._refuse(wrong)
                 return self._late(session, request, state.committed)
             ahead = self.shards > 1 or rank in collect.pending  # of an older incarnation
             if step.clock == state.committed + 1 and ahead:
@@ -500,6 +505,8 @@ class GroupMachine:
         if wrong is not None:
             refused = collecting.refusal_with(state, self.shard, rank, wrong)
         collecting.collect(state, session, request, parts, refused)
+        if wrong is not None:
+            self._refuse(wrong)
         state.brought_by[rank] = session.client
         state.came(rank)
         session.held = request

@@ -11,9 +11,10 @@ from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Buffered, LocalSteps, Sync
+from paramserve.consistency.registry import spec
 from paramserve.core.client_session import Operation
 from paramserve.errors import ParamServeError, RuleFailed
-from paramserve.messages import Done, Refused
+from paramserve.messages import Done, Refused, SetPolicy
 from paramserve.rules.custom import CustomRule
 
 NAN = float("nan")
@@ -108,3 +109,38 @@ def test_flush_that_a_rule_fails_is_told_once_to_a_step(policy: Policy, clients:
                 with pytest.raises(RuleFailed, match=text):
                     raise error
     assert told == [(4, client) for client in clients]
+
+
+def behind_lost_flush(policy: Policy) -> Rig:
+    """Shard 1 has failed to flush with the first step of clock 4, the first of this policy."""
+    one = two_shards(Buffered(3, damping=None))
+    change(one, policy)
+    for clock in range(4):
+        for client in (A, B):
+            both(one, client, 1.0, 13.0 if clock == 3 else 1.0, clock=clock)
+        one.deliver()
+    both(one, A, 1.0, 1.0, clock=4)
+    return one
+
+
+def test_lost_flush_is_told_to_a_step_that_a_change_of_policy_holds_meanwhile() -> None:
+    one = behind_lost_flush(Async())
+    one.join(8)
+    for shard in range(2):
+        one.send(8, SetPolicy(0, 0, spec(Sync())), shard)
+    one.deliver_one()
+    assert one.shards[1].groups[0].state.changes.paused is not None
+    for shard in range(2):
+        assert one.step(A, {0: [1.0]}, clock=5, shard=shard).replies == []
+    one.deliver()
+    assert isinstance(outcome(one, A), RuleFailed)
+
+
+def test_lost_flush_is_told_to_its_clock_though_a_step_of_the_next_one_is_held_first() -> None:
+    one = behind_lost_flush(Sync(reduce="sum"))
+    one.join(3, 0, incarnation=2)  # all shards have the step of clock 4 of the one before
+    both(one, 3, 1.0, 1.0, clock=5)
+    assert one.shards[1].waiting == 2
+    both(one, B, 1.0, 1.0, clock=4)
+    one.deliver()
+    assert isinstance(outcome(one, B), RuleFailed)
