@@ -294,7 +294,7 @@ class CutAgreement:
         """Something has happened while clients are to flush; whether they have."""
         self._now, flush = now, self.flush
         if flush is not None:
-            self._end_flush((self._ahead or flush.is_over()) and not self._within_calls())
+            self._end_flush(not self._within_calls() if self._ahead else flush.is_over())
             self._plan()
         return self.flush is None
 

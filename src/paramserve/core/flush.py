@@ -28,13 +28,22 @@ NO_GROUP = -1
 
 
 def feeding_back(sessions: Sessions) -> list[ShardSession]:
-    """Those of live workers that have left something out of their gradients."""
-    return [each for each in sessions.workers.values() if each.left_out and each.live]
+    """Those of workers that may still step and have left something out of their gradients."""
+    own = sessions.workers.values()
+    return [each for each in own if each.live and each.fenced_by is None and groups_left(each)]
+
+
+def groups_left(session: ShardSession) -> set[int]:
+    """Whose gradients lack something, also by a step that has had its effect and waits to read."""
+    pushed, done = session.pushed, session.done
+    if pushed is None or not pushed.leaves or done is None or done.skipped:
+        return session.left_out
+    return session.left_out | {pushed.group}
 
 
 def ranks_left(sessions: Sessions) -> tuple[int, ...]:
     """The ranks that have, also of workers that have ended and not come again."""
-    here = {rank for rank, each in sessions.workers.items() if each.left_out}
+    here = {rank for rank, each in sessions.workers.items() if groups_left(each)}
     return tuple(sorted(here | sessions.left_behind))
 
 
@@ -59,7 +68,7 @@ class Flush:
 
     def _ask(self, ahead: int) -> None:
         """Name a group that collects and has something left out, and a clock so far ahead."""
-        having = {group for each in feeding_back(self._sessions) for group in each.left_out}
+        having = {group for each in feeding_back(self._sessions) for group in groups_left(each)}
         for number in sorted(having & self._groups.keys()):
             state = self._groups[number].state
             if state.collects:

@@ -645,9 +645,10 @@ class GroupMachine:
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
+        flush = collecting.flush_of(state, chosen)
+        if flush:  # before anything that is sent behind it
+            self._outbox.append(Stop(flush))
         for rank in chosen:  # also of clients that have ended since
-            if chosen[rank].step.flush:  # before anything that is sent behind it
-                self._outbox.append(Stop(collecting.flush_of(state, chosen)))
             if chosen[rank].step.mark is not None:
                 state.mark(chosen[rank].session.client, chosen[rank].step.mark)
         state.commit()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async, Sync
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.consistency.registry import spec
 from paramserve.core.cut import CUT_RETRY_S
 from paramserve.core.events import CheckpointEnded, ClientBye, CutWanted, DeadlineReached
 from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_S
@@ -171,3 +173,34 @@ def test_attempt_that_failed_is_made_again_behind_another_flush() -> None:
     for client in (A, B):
         step(one, client, 3, flush=again.number)
     assert [left for _, left in cuts(one)] == [()] * SHARDS
+
+
+def test_cut_names_who_has_pushed_and_waits_to_read() -> None:
+    one = rig(BoundedStaleness(0))
+    one.happen(CutWanted(1))
+    step(one, A, 1, leaves=True)
+    step(one, A, 2, flush=1)
+    for shard in range(SHARDS):  # it waits for the other rank, and is in the cut
+        one.step(A, {0: [1.0]}, [0], shard=shard, clock=3, leaves=True)
+    step(one, B, 1, flush=1)
+    assert [left for _, left in cuts(one)] == [(0,)] * SHARDS
+
+
+def test_rank_that_is_to_come_again_is_not_waited_for() -> None:
+    one = rig(Async())
+    one.tell(one.members((A, 1, "live"), (B, 1, "restarting")))
+    one.happen(CutWanted(1))
+    step(one, A, 1, flush=1)
+    assert [left for _, left in cuts(one)] == [(1,)] * SHARDS
+
+
+def test_call_that_has_begun_does_not_keep_a_flush_that_stops_nothing() -> None:
+    one = rig(Async())
+    other = structs.replace(
+        block_spec((1,), (1,), number=1, group=1, cuts=range(3)), consistency=spec(Sync("sum"))
+    )
+    one.define(A, other)
+    one.happen(CutWanted(1))
+    step(one, A, 1, flush=1)
+    step(one, B, 1, flush=1, more=(0, 0))  # another group's step follows
+    assert one.shards[0].cuts.flush is None
