@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import cloudpickle
 
+from paramserve.checkpoint.tensors import dtype_of
 from paramserve.client.arrow import check_file, saying, table_of
 from paramserve.config import FIRST_OPTIMIZER
 from paramserve.launch.reading import is_extra, table_file
@@ -120,7 +121,7 @@ def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
         names = [
             name
             for name, state in given.values.items()
-            if any(array.dtype.kind == "f" for array in state.values())
+            if any("float" in dtype_of(array) for array in state.values())
         ]
         if not names:
             raise ValueError("the result in load_state has no values: nothing was defined there")

@@ -60,6 +60,8 @@ def test_result_gives_the_values_of_each_optimizer_by_its_name() -> None:
     found = packed(result_with({"actor": {"w": np.ones(2)}, "users.mark": mark}))
     assert list(found) == ["actor"]
     assert found["actor"]["w"].tolist() == [1.0, 1.0]
+    half = {"w": np.ones(2, np.uint16)}  # the bits of bfloat16
+    assert list(packed(result_with({"half": half, "users.mark": mark}))) == ["half"]
     with pytest.raises(ValueError, match="the result in load_state has no values"):
         pack_state(result_with({"users.mark": mark}))
 
