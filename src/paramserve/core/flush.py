@@ -64,17 +64,32 @@ class Flush:
         """As `Done.flush`."""
         self._sessions = sessions
         self._groups = groups
+        self._begun: dict[int, int] = {}
+        """By group, its clock when a request was last made."""
         self._ask(1)
 
     def _ask(self, ahead: int) -> None:
-        """Name a group that collects and has something left out, and a clock so far ahead."""
+        """Name the group that collects, has something left out and has stepped most since the last
+        request, and a clock so far ahead."""
+        clocks, begun = self._clocks(), self._begun
+        self._begun = clocks
+        if clocks:
+            group = max(sorted(clocks), key=lambda n: clocks[n] - begun.get(n, clocks[n]))
+            self.request = self.number, group, clocks[group] + ahead
+        else:
+            self.request = self.number, NO_GROUP, 0
+
+    def _clocks(self) -> dict[int, int]:
+        """Of the groups that collect and have something left out."""
         having = {group for each in feeding_back(self._sessions) for group in groups_left(each)}
-        for number in sorted(having & self._groups.keys()):
-            state = self._groups[number].state
-            if state.collects:
-                self.request = self.number, number, state.committed + ahead
-                return
-        self.request = self.number, NO_GROUP, 0
+        states = [self._groups[number].state for number in having & self._groups.keys()]
+        return {state.id: state.committed for state in states if state.collects}
+
+    def _is_passed_over(self, group: int) -> bool:
+        """Whether another group steps, and this one does not: no worker may step it any more."""
+        clocks, begun = self._clocks(), self._begun
+        moved = any(clocks[n] > begun.get(n, clocks[n]) + 1 for n in clocks)
+        return moved and clocks.get(group) == begun.get(group)
 
     def is_over(self) -> bool:
         """Whether there is nothing to wait for, outside of a commit that stops the shard. Where the
@@ -88,7 +103,7 @@ class Flush:
         if not feeding or group not in self._groups:
             return True
         state = self._groups[group].state
-        if not state.collects or state.committed > clock:
+        if not state.collects or state.committed > clock or self._is_passed_over(group):
             self._ask(self._sessions.window())
         return False
 

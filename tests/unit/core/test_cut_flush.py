@@ -204,3 +204,27 @@ def test_call_that_has_begun_does_not_keep_a_flush_that_stops_nothing() -> None:
     step(one, A, 1, flush=1)
     step(one, B, 1, flush=1, more=(0, 0))  # another group's step follows
     assert one.shards[0].cuts.flush is None
+
+
+def test_group_that_nobody_steps_any_more_is_not_waited_for() -> None:
+    one = rig(Sync("sum"))
+    one.define(A, block_spec((1,), (1,), number=1, group=1, cuts=range(3)))
+
+    def step_later(clock: int, **options: Any) -> None:
+        for client in (A, B):
+            for shard in range(SHARDS):
+                one.step(client, {1: [1.0]}, shard=shard, clock=clock, group=1, **options)
+        one.deliver()
+
+    step_later(0, leaves=True)
+    one.happen(CutWanted(1))
+    step_later(1, leaves=True)
+    step_later(2, leaves=True)
+    step_later(3, leaves=True)
+    number, group, clock = asked(one, B)
+    assert group == 1
+    for at in range(4, clock):
+        step_later(at, leaves=True)
+    step_later(clock, flush=number)
+    assert [clocks[1] for clocks, _ in cuts(one)] == [clock + 1] * SHARDS
+    assert [left for _, left in cuts(one)] == [(0, 1)] * SHARDS
