@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -331,8 +331,8 @@ class Encoder:
         with self._lock:
             replies = operation.replies | operation.refused
             for reply in replies.values():
-                if isinstance(reply, Done) and reply.flush:
-                    self._asked = max(self._asked, reply.flush)
+                if isinstance(reply, Done) and reply.flush and reply.flush[:1] >= self._asked[:1]:
+                    self._asked = reply.flush  # of one number the latest, of whichever group
             for each in encoded:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
@@ -358,18 +358,21 @@ class Encoder:
         with self._lock:
             return any(each.counted for every in self._unanswered.values() for each in every)
 
-    def flush_of(self, calls: Sequence[tuple[int, int]]) -> int:
+    def flush_of(self, calls: Sequence[tuple[int, int]], blocks: Iterable[Block]) -> int:
         """The number of the flush that a call is to be (`Done.flush`); 0: of none.
 
         Args:
-            calls: (group, clock) of its steps that end one, or push.
+            calls: (group, clock) of its steps that end one.
+            blocks: that it pushes to; without a codec with feedback it is not just any next one.
         """
         with self._lock:
             if not self._asked:
                 return 0
             number, group, clock = self._asked
-            due = self._flushed != number if group < 0 else (group, clock) in calls
-            return number if due else 0
+            if group >= 0:
+                return number if (group, clock) in calls else 0
+            codecs = [block.push_codec for block in blocks if self._flushed != number]
+            return number if any(codec is not None and codec.feedback for codec in codecs) else 0
 
     def leaves(self, group: int, encoded: Mapping[int, Encoded]) -> bool:
         """Whether something of a group is left out behind a step, as `Step.leaves`.

@@ -341,7 +341,7 @@ class Steps(ClientClocks):
                     staged.operation = each.operation
             if self.saving is not None and each.saved:
                 self.saving.told(each.saved)
-            if each.encoded and self.encoder is not None:
+            if self.encoder is not None:
                 self.encoder.sent(each.encoded, each.requests[0].flush)
         self._exchange.unfinished = ""
 
@@ -430,7 +430,8 @@ class Steps(ClientClocks):
         def due() -> int:
             ticked = [each.block for each in ordered if each.options.tick]
             clocks = [(each.group, self.clocks.get(each.group_name, 0)) for each in ticked]
-            return encoder.flush_of(clocks)
+            blocks = (push.block for each in ordered for push, _ in each.pushes)
+            return encoder.flush_of(clocks, blocks)
 
         flush = due()
         if not (flush and encoder.waits):

@@ -181,16 +181,16 @@ def test_flush_is_made_once_and_again_where_a_shard_has_not_applied_it() -> None
     operation = Operation(SHARDS)
     operation.answered(0, Done(1, flush=(3, -1, 0)))
     operation.answered(1, Done(1))
-    assert encoder.flush_of([(0, 5)]) == 0
+    assert encoder.flush_of([(0, 5)], [block]) == 0
     assert encoder.leaves(block.group, {block.id: asked.encoded})
     encoder.answered([asked.encoded], operation)
     for dropped in (True, False):
-        assert encoder.flush_of([(0, 5)]) == 3
+        assert encoder.flush_of([(0, 5)], [block]) == 3
         whole = encoder.whole(BlockPush(block, drawn.normal(size=block.size).astype("f4")), [])
         assert whole is not None
         assert not encoder.leaves(block.group, {block.id: whole})
         encoder.sent([whole], 3)
-        assert encoder.flush_of([(0, 5)]) == 0
+        assert encoder.flush_of([(0, 5)], [block]) == 0
         pushed = Pushed(None, None, None, whole, (True, not dropped))
         answer(encoder, pushed)
         low, high = block.range(1)
@@ -201,7 +201,24 @@ def test_flush_is_made_once_and_again_where_a_shard_has_not_applied_it() -> None
     operation.answered(0, Done(1, flush=(4, 2, 7)))
     operation.answered(1, Done(1))
     encoder.answered([again.encoded], operation)
-    assert [encoder.flush_of([(1, 7), (2, clock)]) for clock in (6, 7, 8)] == [0, 4, 0]
+    assert [encoder.flush_of([(1, 7), (2, clock)], [block]) for clock in (6, 7, 8)] == [0, 4, 0]
+
+
+def test_flush_is_that_which_was_asked_for_last_and_of_a_push_whose_codec_leaves_out() -> None:
+    """A second request of the same number may have a lower group, or none; an older one counts
+    no more."""
+    encoder, block = Encoder(0, take), block_with(Int4())
+    for flush in ((5, 3, 11), (5, 1, 40), (4, 3, 12)):
+        operation = Operation(1)
+        operation.answered(0, Done(1, flush=flush))
+        encoder.answered([], operation)
+    assert [encoder.flush_of([call], [block]) for call in ((3, 11), (1, 40), (3, 12))] == [0, 5, 0]
+    operation = Operation(1)
+    operation.answered(0, Done(1, flush=(5, -1, 0)))
+    encoder.answered([], operation)
+    assert encoder.flush_of([(3, 12)], [block]) == 5
+    assert encoder.flush_of([(3, 12)], []) == 0  # as a pull
+    assert encoder.flush_of([(3, 12)], [block_of(SIZES), block_with(BFloat16())]) == 0
 
 
 def test_step_says_what_pieces_without_a_gradient_and_other_blocks_keep() -> None:

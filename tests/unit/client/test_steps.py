@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.unit.client.fakes import Memory, block_of
 
+from paramserve.client.encoding import Encoder
 from paramserve.client.staging import Staged
 from paramserve.client.step_parts import BlockPush, StepOptions, StepParts, check_push
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket
 from paramserve.client.waits import Waits
+from paramserve.codecs import Int4
+from paramserve.codecs.registry import spec as codec_spec
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
@@ -104,6 +108,21 @@ def test_skip_sends_no_gradients_and_gives_their_slots_back(bench: Bench) -> Non
     assert [(each.push, each.skip) for each in bench.sent(0)] == [((), True)] * 2
     bench.memory.answer()
     assert bench.memory.taken == []
+
+
+def test_flush_with_nothing_left_out_is_sent_once_and_by_no_call_that_only_pulls(
+    bench: Bench,
+) -> None:
+    block = Block(structs.replace(BLOCK.spec, push=codec_spec(Int4())))
+    bench.memory.shared = True  # type: ignore[attr-defined]
+    encoder = bench.steps.encoder = Encoder(0, lambda sizes: [bench.memory.take(n) for n in sizes])
+    asked = Operation(1)
+    asked.answered(0, Done(0, flush=(7, -1, 0)))
+    encoder.answered([], asked)
+    bench.steps.send([StepParts("pull", block, [], [block], StepOptions())])
+    for _ in range(2):
+        bench.send(block=block, tick=True)
+    assert [bench.sent(n)[0].flush for n in range(3)] == [0, 7, 0]
 
 
 def test_base_is_the_version_read_last_on_each_shard(bench: Bench) -> None:
