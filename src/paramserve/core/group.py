@@ -645,10 +645,11 @@ class GroupMachine:
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)
-        flush = collecting.flush_of(state, chosen)
-        if flush:  # before anything that is sent behind it
-            self._outbox.append(Stop(flush))
+        flush = 0
         for rank in chosen:  # also of clients that have ended since
+            if chosen[rank].step.flush and not flush:  # before anything that is sent behind it
+                flush = collecting.flush_of(state, chosen)
+                self._outbox.append(Stop(flush))
             if chosen[rank].step.mark is not None:
                 state.mark(chosen[rank].session.client, chosen[rank].step.mark)
         state.commit()
