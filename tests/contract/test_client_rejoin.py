@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -284,6 +285,29 @@ def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
     monkeypatch.setattr(Exchange, "reports", slow)
     assert pair.comes_again().connection.incarnation == 2
     assert all(sent)
+
+
+def test_time_that_reaching_the_servers_took_is_not_waited_again_for_what_they_have_done(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(Async())
+    pair.dies()
+    reach, reports = Exchange.__init__, Exchange.reports
+    limits: list[float] = []
+
+    def slow(exchange: Exchange, *arguments: object) -> None:
+        reach(exchange, *arguments)
+        time.sleep(0.2)
+
+    def noted(exchange: Exchange, limit_s: float) -> list[ServerBeat]:
+        limits.append(limit_s)
+        return reports(exchange, limit_s)
+
+    monkeypatch.setattr(Exchange, "__init__", slow)
+    monkeypatch.setattr(Exchange, "reports", noted)
+    pair.comes_again()
+    (limit_s,) = limits
+    assert limit_s <= DEADLINES.start_s - 0.2
 
 
 def test_worker_that_cannot_go_on_gives_no_more_signs_of_life(

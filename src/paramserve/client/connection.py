@@ -126,8 +126,8 @@ class Connection:
     """A client's place in a cluster, until it is closed.
 
     Args:
-        start_s: until all shards are reached, and have said what they have done;
-            `deadlines.start_s` if None.
+        start_s: until all shards are reached and have said what they have done, for which they
+            have `deadlines.reconnect_s` at least; `deadlines.start_s` if None.
     Attributes:
         id: given out by the coordinator.
         rank: of the worker; -1 for a client that no worker waits for.
@@ -168,6 +168,7 @@ class Connection:
         start_s: float | None = None,
     ) -> None:
         start_s = start_s if start_s is not None else deadlines.start_s
+        until = time.monotonic() + start_s
         self.id = joined.client
         self.rank = rank
         self.incarnation = joined.incarnation
@@ -204,7 +205,7 @@ class Connection:
             reach = structs.replace(deadlines, start_s=start_s)
             self.exchange = Exchange(joined, rank, credentials, limits, reach, connect)
             if joined.incarnation > 1 or joined.late:
-                self.found = self._ask_all(start_s)
+                self.found = self._ask_all(max(until - time.monotonic(), deadlines.reconnect_s))
         except BaseException:
             self._heartbeat.stop()
             raise
