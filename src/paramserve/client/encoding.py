@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -443,20 +443,12 @@ def _inactive(push: BlockPush) -> list[tuple[int, int]]:
     return [(starts[i], starts[i + 1]) for i in pieces if i not in active]
 
 
-def in_words(
-    group: str,
-    blocks: Sequence[Block],
-    *,
-    local: bool,
-    clock: int = 0,
-    lost: Collection[int] = (),
-) -> str:
-    """What the codecs of a group do to its bytes, for its user; empty: it has none.
+def in_words(group: str, blocks: Sequence[Block], *, local: bool, lost_before: int = 0) -> str:
+    """What the codecs of a group do to its bytes, for the user of rank 0; empty: it has none.
 
     Args:
         local: whether all servers are on this client's host.
-        clock: where this client goes on, if not at 0.
-        lost: ranks for which it is lost what they had left out of gradients until then.
+        lost_before: the clock before which what rank 0 left out of gradients is lost; 0: nothing.
     """
     parts, whole = list[str](), list[str]()
     plain = sum(block.nbytes for block in blocks)
@@ -478,9 +470,8 @@ def in_words(
     if whole:
         told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
     feeds = any(codec is not None and codec.feedback for codec, _ in pushed)
-    if clock and lost and feeds and "sends" not in whole:
-        whose = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, sorted(lost)))}"
-        told += f"; what was left out of the gradients of {whose} before clock {clock} is lost"
+    if lost_before and feeds and "sends" not in whole:
+        told += f"; what was left out of the gradients of rank 0 before clock {lost_before} is lost"
     return told
 
 

@@ -617,10 +617,11 @@ class Adopted(ABC, Generic[B]):
         self._registry.own(name, _named(plan.layout for plan in plans))
         encodes = self._settings.push is not None or self._settings.pull is not None
         if first and encodes and self._worker.rank == 0:
-            local, clock = client.connection.exchange.shared, client.steps.resumed.get(name, 0)
-            lost = (client.rank,) if client.connection.incarnation > 1 else ()
-            told = in_words(name, self._blocks, local=local, clock=clock, lost=lost)
-            print(f"paramserve: {told}\n", end="", file=sys.stderr, flush=True)
+            connection = client.connection
+            again, local = connection.incarnation > 1, connection.exchange.shared
+            lost_before = client.steps.resumed.get(name, 0) if again else 0
+            words = in_words(name, self._blocks, local=local, lost_before=lost_before)
+            print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)
         client.enter(name)  # before the values are read: they stay present from then on
         self._pull(parts)
         return parts

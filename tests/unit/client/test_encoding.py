@@ -245,10 +245,9 @@ def test_codecs_are_told_in_words() -> None:
     )
     assert in_words("model", blocks, local=False) == told
     whole = "; rank 0 sends and gets whole values, since its servers are on its host"
-    assert in_words("model", blocks, local=True, clock=7, lost=[0]) == told + whole
-    assert in_words("model", blocks, local=False, clock=7) == told
-    lost = "; what was left out of the gradients of ranks 0, 3 before clock 7 is lost"
-    assert in_words("model", blocks, local=False, clock=7, lost={3, 0}) == told + lost
+    assert in_words("model", blocks, local=True, lost_before=7) == told + whole
+    loss = "; what was left out of the gradients of rank 0 before clock 7 is lost"
+    assert in_words("model", blocks, local=False, lost_before=7) == told + loss
     sparse = Block(structs.replace(plain.spec, push=spec(TopK(0.01, even_local=True))))
     told = "group 'model' pushes ps.TopK (at most 2.46% of the bytes)"
     assert in_words("model", [sparse], local=True) == told
