@@ -243,15 +243,15 @@ def joined(reports: Iterable[Sequence[Written]]) -> tuple[Written, ...]:
     return tuple(made)
 
 
-def lost_residuals(manifest: Manifest) -> str:
+def residual_loss(manifest: Manifest) -> str:
     """What of the workers' residuals a run lacks that goes on from a checkpoint; empty: nothing."""
     clocks = ", ".join(f"clock {clock} of {name!r}" for name, clock in manifest.cut.clocks.items())
-    told = f"checkpoint {manifest.name}: what codecs had left out of the gradients of"
+    loss = f"checkpoint {manifest.name}: what codecs had left out of the gradients of"
     if any(each.path.split("/")[1:2] == [RESIDUALS] for each in manifest.files):
-        return f"{told} all ranks before {clocks} is lost: files of it are not read any more"
+        return f"{loss} all ranks before {clocks} is lost: files of it are not read any more"
     ranks = ", ".join(map(str, manifest.cut.lost_residuals))
-    what = f"ranks {ranks}" if len(manifest.cut.lost_residuals) > 1 else f"rank {ranks}"
-    return f"{told} {what} since their last flush before {clocks} is lost" if ranks else ""
+    whose = f"ranks {ranks}" if len(manifest.cut.lost_residuals) > 1 else f"rank {ranks}"
+    return f"{loss} {whose} since their last flush before {clocks} is lost" if ranks else ""
 
 
 _offset = attrgetter("offset")

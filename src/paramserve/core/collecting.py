@@ -328,7 +328,7 @@ def flush_of(state: GroupState, chosen: Mapping[int, Contribution]) -> int:
     keeps something that it did not flush."""
     numbers = {each.step.flush for each in chosen.values() if each.step.flush}
     for each in chosen.values():
-        left = each.step.leaves or state.id in each.session.left_out
-        if left and not each.step.flush:
+        keeps = each.step.leaves or state.id in each.session.left_out
+        if keeps and not each.step.flush:
             return 0
     return numbers.pop() if len(numbers) == 1 else 0

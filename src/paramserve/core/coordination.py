@@ -767,10 +767,10 @@ class Coordination:
                     f"{shown(self.config.checkpoints.folder)} does not answer",
                     fix="look at its storage",
                 )
-            told = f"{self.config.servers - len(missing)} of {self.config.servers} servers have "
-            told += f"registered, those of shards {missing} have not" if missing else "registered"
-            told += f"; the connection to those of shards {absent} is lost" if absent else ""
-            return ConnectTimeout(told, fix="start the missing servers, or look at their output")
+            failed = f"{self.config.servers - len(missing)} of {self.config.servers} servers have "
+            failed += f"registered, those of shards {missing} have not" if missing else "registered"
+            failed += f"; the connection to those of shards {absent} is lost" if absent else ""
+            return ConnectTimeout(failed, fix="start the missing servers, or look at their output")
         if isinstance(message, Lookup):
             known = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}
             names = [name for name in message.names or () if name not in known]

@@ -132,7 +132,7 @@ class _Both:
         handler: Handler | None = (
             self._coordinator if hello.role in COORDINATOR_ROLES else self.server
         )
-        if handler is None:  # nobody was told of this address yet
+        if handler is None:  # no client knows this address yet
             raise ServerGone(
                 "the server that was known here has ended, and another one starts", fix="join again"
             )

@@ -17,7 +17,7 @@ import msgspec
 from paramserve.checkpoint.committing import read_cluster
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.locations import storage_at
-from paramserve.checkpoint.manifest import Written, lost_residuals
+from paramserve.checkpoint.manifest import Written, residual_loss
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.shard_reader import LoadedShard
 from paramserve.checkpoint.shard_writer import Job, write_shard
@@ -237,9 +237,9 @@ def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | No
     cluster, policy = read_cluster(where, plan.resume), policy_spec(shard.policy)
     specs = blocks_for(cluster, shard.shards)
     with Checkpoint(where, Folder(where).named(plan.resume)) as saved:
-        if shard.number == LEAD and (told := lost_residuals(saved.manifest)):
+        if shard.number == LEAD and (loss := residual_loss(saved.manifest)):
             extra = event("residuals-lost", role="server", server=shard.number)
-            logger.warning("%s", told, extra=extra)
+            logger.warning("%s", loss, extra=extra)
         workers = len(shard.sessions.first)
         part = LoadedShard(saved, specs, shard.number, shard.shards, workers)
         for spec in specs:
