@@ -25,7 +25,8 @@ WAKE_S = 2e-3
 """Far more than a step takes, even on a machine that does much else."""
 STEPS, LAST = 200, 100
 ROUNDS = 10
-"""Waits sleep while other processes take the cores: one round without them is needed."""
+"""While other processes take the cores, waits sleep, or an answer is there before its wait: one
+round without them is needed."""
 
 
 class SlowPoller:
@@ -73,16 +74,16 @@ def test_tight_loop_ends_polling_where_wakeups_are_slow(
     client.define("w", np.zeros(2048, np.float32), rule=SGD(0.1))
     time.sleep(10 * WAKE_S)  # both sides sleep
     gradient = np.ones(2048, np.float32)
-    slept = []
-    for _ in range(1 if sleeps else ROUNDS):
+    slept = list[int]()
+    for _ in range(ROUNDS):
         for step in range(STEPS):
             if step == STEPS - LAST:
                 SlowPoller.slept = 0
             client.push_pull({"w": gradient})
         slept.append(SlowPoller.slept)
-        if slept[-1] < LAST / 2:
-            break
-    assert slept == [LAST] if sleeps else slept[-1] < LAST / 2
+        if slept[-1] == LAST if sleeps else slept[-1] < LAST / 2:
+            return
+    pytest.fail(f"waits that slept, of {LAST} in each round: {slept}")
 
 
 def test_who_polls_gives_up_a_shared_core_and_the_server_leaves_it(
