@@ -24,7 +24,7 @@ from paramserve.client import Client
 from paramserve.codecs import Codec, Int4, Int8, Sign, TopK
 from paramserve.config import CheckpointPlan
 from paramserve.consistency.built_in import Async, Sync
-from paramserve.core import cut
+from paramserve.core import flush
 from paramserve.core.partition import Block
 from paramserve.rules import SGD, Add
 
@@ -165,7 +165,7 @@ def test_checkpoint_does_without_the_flush_of_a_worker_that_stands_still_and_say
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One that has ended is told, and not waited for."""
-    monkeypatch.setattr(cut, "FLUSH_LIMIT_S", 0.5)
+    monkeypatch.setattr(flush, "FLUSH_LIMIT_MAX_S", 0.5)
     cluster = begins(make_cluster, tmp_path, workers=3)
     clients = [cluster.client(rank=rank) for rank in range(3)]
     for client in clients:

@@ -22,7 +22,7 @@ from tests.sim.workloads.encoded import (
 )
 
 from paramserve.client.encoding import Encoded
-from paramserve.core import cut
+from paramserve.core import flush
 from paramserve.core.partition import Block
 from paramserve_testing import Counting, Scenario, Setting, Violation, Workload
 from paramserve_testing.client import SimulatedClient
@@ -201,7 +201,7 @@ def resumed_with_flushes(
     plain: dict[str, Any] = {"workers": 2, "steps": 24, "restarts": not all_flush, "others": ()}
     plain["workload"] = partial(flushed_tensors, whole=all_flush)
     plain["faults"] = NO_KILLS if all_flush else FAULTS
-    with patch.object(cut, "FLUSH_LIMIT_S", 1e6 if all_flush else FLUSH_S):
+    with patch.object(flush, "FLUSH_LIMIT_MAX_S", 1e6 if all_flush else FLUSH_S):
         cluster = SimulatedFlushedResumes(seed, Scenario(**{**plain, "links": "tcp", **options}))
         cluster.all_flush = all_flush
         cluster.run()

@@ -36,12 +36,15 @@ class Bench:
         self.rig.join(1)
         self.rig.define(1, DENSE)
         self.told: list[CutTaken | CutWritten] = []
+        self.flushes: list[float] = []
+        """How long each cut may wait for a flush."""
         loop = VirtualLoop(self.clock, lambda: THREAD_S)
         self.parts = PartWriter(self.rig.shards[0], loop, disk, self.told.append, self._cut)
         self.cuts = self.rig.shards[0].cuts
 
     def _cut(self, notice: BeginCheckpoint) -> None:
-        effects = self.rig.happen(CutWanted(notice.checkpoint, notice.full))
+        self.flushes.append(notice.flush_s)
+        effects = self.rig.happen(CutWanted(notice.checkpoint, notice.full, notice.flush_s))
         self.told += effects.notices
 
     def run(self, seconds: float = 10.0) -> None:
@@ -101,6 +104,15 @@ def test_notices_that_come_again_are_answered_again() -> None:
     bench.parts.write(asked)
     first, again = bench.outcomes()
     assert first == again
+
+
+def test_flush_gets_less_time_where_that_is_told_while_memory_is_prepared() -> None:
+    bench = Bench(Disk())
+    bench.parts.prepare(BeginCheckpoint(1))
+    bench.parts.prepare(BeginCheckpoint(1, flush_s=5.0))
+    bench.run(0.05)
+    bench.parts.prepare(BeginCheckpoint(1, flush_s=3.0))
+    assert bench.flushes == [5.0, 3.0]
 
 
 def test_checkpoint_that_is_given_up_is_written_no_further() -> None:

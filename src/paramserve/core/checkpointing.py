@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from msgspec import structs
 from paramserve.config import CheckpointPlan, is_trained
 from paramserve.core.cluster_state import ClusterState
 from paramserve.core.cut import LEAD
+from paramserve.core.flush import FLUSH_LIMIT_MAX_S
 from paramserve.core.leases import Marks
 from paramserve.errors import CheckpointError, shown
 from paramserve.messages import (
@@ -39,9 +41,9 @@ from paramserve.messages import (
     WriteCut,
 )
 
-CUT_LIMIT_S = 300.0
-"""For memory and the cut: the servers touch 1 GB of memory in a second, and shard 0 gives a cut up
-after 30 s."""
+CUT_LIMIT_S = FLUSH_LIMIT_MAX_S + 300.0
+"""For memory, a flush and the cut: the servers touch 1 GB of memory in a second, and shard 0 gives
+a cut up 30 s after its flush."""
 WRITE_LIMIT_S = 300.0
 """A checkpoint is given up when no server has written anything for this long. What the system has
 not written to the disk by the end of a file, its sync waits for: a part of the memory."""
@@ -144,6 +146,18 @@ class _UnderWay:
     """By server, as it has told last."""
 
 
+class _Asked(NamedTuple):
+    """A call for a checkpoint.
+
+    Attributes:
+        number: of the checkpoint that is to answer it.
+        flush_by: when half of its time is over: a flush takes no longer, the files have the rest.
+    """
+
+    number: int
+    flush_by: float
+
+
 class Checkpointing:
     """The schedule of checkpoints, and the one under way.
 
@@ -187,8 +201,8 @@ class Checkpointing:
         self._clock = self._at_clock = 0
         """The clock of the slowest worker, as told last, and then."""
         self._retry_at: float | None = None
-        self._asked: dict[tuple[int, int], int] = {}
-        """By connection and call: the number of the checkpoint that is to answer it."""
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        """By connection and call."""
         self._seen: FilesFailed | ServersSeen | None = None
         """Whether the servers see the folder; None: that is not known yet."""
         self._looks = False
@@ -219,7 +233,7 @@ class Checkpointing:
     def _due(self, now: float, since: float) -> bool:
         plan = self._plan
         return (
-            any(number > self._number for number in self._asked.values())
+            any(each.number > self._number for each in self._asked.values())
             or (self._retry_at is not None and self._retry_at <= now)
             or (plan.every_s > 0 and now - since >= plan.every_s)
             or (plan.every_steps > 0 and self._clock - self._at_clock >= plan.every_steps)
@@ -231,7 +245,11 @@ class Checkpointing:
         full = self._report.committed % self._plan.full_every == 0 or self._lacks_base()
         self._under_way = _UnderWay(self._number, full, now, now)
         self._state.begin()
-        self._tell_all(BeginCheckpoint(self._number, full))
+        self._tell_all(self._notice(self._under_way, now))
+
+    def _notice(self, under_way: _UnderWay, now: float) -> BeginCheckpoint:
+        flush_by = min((each.flush_by for each in self._asked.values()), default=inf)
+        return BeginCheckpoint(under_way.number, under_way.full, max(0.0, flush_by - now))
 
     def _lacks_base(self) -> bool:
         """Whether changes of a table may have nothing to go on from: it was not known as defined at
@@ -259,7 +277,7 @@ class Checkpointing:
 
     # --- those who ask ---------------------------------------------------------------------------
 
-    def ask(self, connection: int, message: AskCheckpoint) -> Checkpointed | None:
+    def ask(self, connection: int, message: AskCheckpoint, now: float) -> Checkpointed | None:
         """Answer a call for a checkpoint that begins after it; asking again changes nothing.
 
         Returns:
@@ -271,7 +289,11 @@ class Checkpointing:
         if isinstance(self._seen, FilesFailed):
             self._asked.pop(key, None)
             raise CheckpointError(self._seen.failed, fix=self._seen.fix)
-        number = self._asked.setdefault(key, self._number + 1)
+        if key not in self._asked:
+            self._asked[key] = _Asked(self._number + 1, now + message.wait_s / 2)
+            if self._under_way is not None and self._under_way.stage is _Stage.CUTTING:
+                self.notices.append((LEAD, self._notice(self._under_way, now)))
+        number = self._asked[key].number
         if self._over is None or self._over.checkpoint < number:
             return None
         del self._asked[key]
@@ -377,7 +399,7 @@ class Checkpointing:
         if under_way is not None and under_way.stage is not _Stage.COMMITTING:
             self._give_up(f"the server of shard {shard} is gone", now)
 
-    def came_again(self, shard: int) -> None:
+    def came_again(self, shard: int, now: float) -> None:
         """A server has connected again: what it was told may be lost."""
         under_way = self._under_way
         if self._over is not None:
@@ -385,7 +407,7 @@ class Checkpointing:
         if under_way is None:
             return
         if under_way.stage is _Stage.CUTTING:
-            self.notices.append((shard, BeginCheckpoint(under_way.number, under_way.full)))
+            self.notices.append((shard, self._notice(under_way, now)))
         elif under_way.stage is _Stage.WRITING and shard not in under_way.parts:
             self.notices.append((shard, _write(under_way)))
 

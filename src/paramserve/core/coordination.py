@@ -391,7 +391,7 @@ class Coordination:
                         "no checkpoint was taken: the cluster has no folder for checkpoints",
                         fix="start it with one: checkpoint=",
                     )
-                return self.checkpoints.ask(connection, message)
+                return self.checkpoints.ask(connection, message, self._now)
         return Ok(message.call)
 
     def _enlist(self, party: Party, message: Enlist) -> Enlisted:
@@ -583,7 +583,7 @@ class Coordination:
             self.membership.heard_server(self.membership.servers[party.shard].beat, self._now)
             self._decided.members = self.membership.snapshot()
             if self.checkpoints is not None:
-                self.checkpoints.came_again(party.shard)
+                self.checkpoints.came_again(party.shard, self._now)
 
     def _known(self, message: Reconnect) -> Party:
         """The party that reconnects, if it is still waited for."""

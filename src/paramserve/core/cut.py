@@ -39,7 +39,7 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
-from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_S, Flush
+from paramserve.core.flush import AHEAD_LIMIT_S, Flush, limit_s
 from paramserve.core.group import GroupMachine
 from paramserve.core.replies import refusal
 from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
@@ -240,25 +240,27 @@ class CutAgreement:
             ask = CutAsk(0, 0, (group,), False, True)
             self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
 
-    def want_checkpoint(self, checkpoint: int, full: bool, now: float) -> None:
+    def want_checkpoint(self, checkpoint: int, full: bool, flush_s: float, now: float) -> None:
         """Take a whole cut for a checkpoint, and tell the coordinator what became of it; again if
         it asks again.
 
         Args:
             full: with all rows of tables.
+            flush_s: for a flush before it, from now on.
         """
+        self._now, until = now, now + min(limit_s(self._sessions), flush_s)
         told, under_way = self._told, [each.ask.checkpoint for each in self._wanted]
         if self._leading is not None:
             under_way.append(self._leading.wanted.ask.checkpoint)
-        if self._flushes is not None:
+        if self.flush is not None and self._flushes is not None:
             under_way.append(self._flushes.ask.checkpoint)
+            self.flush.until = min(self.flush.until, now + flush_s)
         if told is not None and told.checkpoint == checkpoint:
             self._outbox.append(Tell(told))
         elif checkpoint not in under_way:
             ask = CutAsk(0, 0, (), True, checkpoint=checkpoint, full=full)
-            self._now, until = now, now + FLUSH_LIMIT_S
             self._want_flushed(Wanted(ask, None, until + CUT_PATIENCE_S), until)
-            self._plan()
+        self._plan()
 
     def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
         """Let go of the cut for a checkpoint, or take none for it any more; forget who has ended
@@ -700,7 +702,7 @@ class CutAgreement:
         elif self._wanted and self._retry_at <= now:
             if self._wanted[0].ask.checkpoint:
                 wanted = self._wanted.popleft()
-                self._want_flushed(wanted, min(now + FLUSH_LIMIT_S, wanted.until))
+                self._want_flushed(wanted, min(now + limit_s(self._sessions), wanted.until))
             else:
                 self._begin()
         if self.stops and self._until <= now:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from msgspec import Struct
 
 from paramserve.core.request_memory import Memory
@@ -70,10 +72,12 @@ class MembersChanged(Struct, frozen=True):
 
 class CutWanted(Struct, frozen=True):
     """Shard 0 is to begin a whole cut, unless one is under way; or the cut for the checkpoint of
-    this number, and is to say when it is there."""
+    this number, and is to say when it is there. A flush before that may take up to `flush_s` from
+    now on."""
 
     checkpoint: int = 0
     full: bool = True
+    flush_s: float = inf
 
 
 class CheckpointEnded(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 A client adds its residual (`client.encoding`) to a gradient that goes whole: then a residual of
 zero remains, and nothing of it has to be in a checkpoint. Shard 0 asks for that in its answers
-(`Done.flush`), and takes the cut when it is done, or after `FLUSH_LIMIT_S` without.
+(`Done.flush`), and takes the cut when it is done, or after `limit_s` without.
 
 Where gradients are collected, the request names a clock that no member has sent yet, and shard 0
 stops behind it when all whose gradients it has were flushed: since no clock is decided without the
@@ -19,8 +19,12 @@ from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
 from paramserve.messages import Done, Step
 
 FLUSH_LIMIT_S = 30.0
-"""A cut waits for a flush no longer: a worker may be within a step that takes longer, or between
-two loops."""
+"""A cut waits for a flush no longer where steps are fast: a worker may be between two loops."""
+FLUSH_STEPS = 6
+"""Where they are slow, it waits for so many: a flush is made in the second one, or in the sixth
+where workers send four ahead."""
+FLUSH_LIMIT_MAX_S = 240.0
+"""And no longer, however slow they are: one that stands still keeps no checkpoint from its run."""
 AHEAD_LIMIT_S = 0.5
 """Shard 0, which has stopped behind a flush, begins the cut by then."""
 NO_GROUP = -1
@@ -39,6 +43,12 @@ def groups_left(session: ShardSession) -> set[int]:
     if pushed is None or not pushed.leaves or done is None or done.skipped:
         return session.left_out
     return session.left_out | {pushed.group}
+
+
+def limit_s(sessions: Sessions) -> float:
+    """How long a cut waits for a flush, at the pace of the slowest that is to make one."""
+    slowest_s = max((each.step_s for each in feeding_back(sessions)), default=0.0)
+    return min(max(FLUSH_LIMIT_S, FLUSH_STEPS * slowest_s), FLUSH_LIMIT_MAX_S)
 
 
 def ranks_left(sessions: Sessions) -> tuple[int, ...]:
@@ -108,8 +118,11 @@ class Flush:
         return False
 
 
-def note(session: ShardSession, step: Step, answer: Answer) -> None:
-    """Remember of a step that is answered whether its client keeps something that is left out."""
+def note(session: ShardSession, step: Step, answer: Answer, now: float) -> None:
+    """Remember of a step that is answered whether its client keeps something that is left out, and
+    how long it took: the longest, of which one that was long ago counts less."""
+    took_s, session.stepped_at = now - session.stepped_at, now
+    session.step_s = max(took_s, session.step_s - took_s / 2)
     done = answer.message
     if type(done) is Done and done.seq == step.seq and not done.skipped:
         session.flushed = step.flush or session.flushed

@@ -191,9 +191,9 @@ class Shard:
             case MembersChanged():
                 if self.sessions.update(event.message):
                     self._members_changed()
-            case CutWanted(checkpoint, full):
+            case CutWanted(checkpoint, full, flush_s):
                 if checkpoint:
-                    self.cuts.want_checkpoint(checkpoint, full, now)
+                    self.cuts.want_checkpoint(checkpoint, full, flush_s, now)
                 elif not self.cuts.under_way:
                     self.cuts.want((), True, None, now)
             case CheckpointEnded(checkpoint, committed):
@@ -352,7 +352,7 @@ class Shard:
         refused = self.sessions.refuse(event)
         if refused is not None:
             self._effects.refused = refused
-        elif self.sessions.open(event):
+        elif self.sessions.open(event, self._now):
             self._members_changed()
 
     def _client_bye(self, event: ClientBye) -> None:
@@ -482,7 +482,7 @@ class Shard:
         if session.rank in self.sessions.retiring and type(answer.message) is Done:
             answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
         if session.pushed is not None:
-            note(session, session.pushed, answer)
+            note(session, session.pushed, answer, self._now)
             session.pushed = None
         asked = self.cuts.flush
         if asked is not None and session.left_out and type(answer.message) is Done:

@@ -151,6 +151,10 @@ class ShardSession:
         """The newest flush that a step of it was which was applied."""
         self.pushed: Step | None = None
         """A step that may change that, until it is answered."""
+        self.step_s = 0.0
+        """How long such a step has taken lately, from the answer to the one before."""
+        self.stepped_at = 0.0
+        """When the last one was answered, or the session began."""
         self._outcomes: dict[int, Done | Refused] = {}
 
     @property
@@ -300,7 +304,7 @@ class Sessions:
         ended = event.incarnation == member.incarnation and member.state in ENDED
         return fenced(event.rank, event.incarnation, member) if older or ended else None
 
-    def open(self, event: ClientHere) -> bool:
+    def open(self, event: ClientHere, now: float) -> bool:
         """Begin the session of a client, or go on with it; whether the membership has changed."""
         session = self.by_client.get(event.client)
         if session is None:
@@ -308,6 +312,7 @@ class Sessions:
             session = ShardSession(
                 event.client, event.incarnation, event.rank, event.window, requests
             )
+            session.stepped_at = now
             self.by_client[event.client] = session
             self.closed.pop(event.client, None)
         session.gone_at = None

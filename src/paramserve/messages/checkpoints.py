@@ -7,6 +7,8 @@ has every server write its part (`WriteCut`, `CutWritten`), and commits it or gi
 
 from __future__ import annotations
 
+from math import inf
+
 from msgspec import Struct
 
 
@@ -14,11 +16,13 @@ class BeginCheckpoint(Struct, frozen=True, array_like=True, tag="begin-checkpoin
     """Coordinator to all servers: have memory for the copies of a cut; to shard 0: take the cut.
 
     `full`: with all rows of tables, else those that have changed since the last checkpoint that was
-    committed, where there is one.
+    committed, where there is one. `flush_s`: how long shard 0 may wait from now on for what clients
+    flush before the cut; told again where a caller has less time.
     """
 
     checkpoint: int
     full: bool = True
+    flush_s: float = inf
 
 
 class CutTaken(Struct, frozen=True, array_like=True, tag="cut-taken"):

@@ -76,8 +76,8 @@ class PartWriter:
         self._storage = storage
         self._tell = tell
         self._cut = cut
-        self._prepares = 0
-        """The checkpoint that memory is prepared for."""
+        self._prepares: BeginCheckpoint | None = None
+        """The checkpoint that memory is prepared for, as told last."""
         self._prepared = False
         self._writing: _Writing | None = None
         self._closed = False
@@ -86,19 +86,21 @@ class PartWriter:
 
     def prepare(self, notice: BeginCheckpoint) -> None:
         """Have the memory of copies; then, on shard 0, take the cut."""
-        if self._prepares == notice.checkpoint:
+        known, self._prepares = self._prepares, notice
+        if known is not None and known.checkpoint == notice.checkpoint:
             if self._prepared:
                 self._take(notice)
             return
-        self._prepares, self._prepared = notice.checkpoint, False
+        self._prepared = False
         memory = self._shard.cut_memory
         blocks = [each for each in self._shard.blocks.values() if isinstance(each, ShardBlock)]
         sizes = [array.nbytes for each in blocks for array in (each.value, *each.state)]
         preparing = self._loop.run_in_executor(None, partial(memory.prepare, sizes))
-        preparing.add_done_callback(partial(self._have_prepared, notice))
+        preparing.add_done_callback(partial(self._have_prepared, notice.checkpoint))
 
-    def _have_prepared(self, notice: BeginCheckpoint, done: Pending[list[Any]]) -> None:
-        if notice.checkpoint != self._prepares or self._closed:
+    def _have_prepared(self, checkpoint: int, done: Pending[list[Any]]) -> None:
+        notice = self._prepares
+        if notice is None or notice.checkpoint != checkpoint or self._closed:
             return
         self._prepared = True
         if done.exception() is None:
@@ -200,8 +202,8 @@ class PartWriter:
         writing = self._writing
         if writing is not None and writing.notice.checkpoint == notice.checkpoint:
             self._give_up()
-        if self._prepares == notice.checkpoint:
-            self._prepares = 0
+        if self._prepares is not None and self._prepares.checkpoint == notice.checkpoint:
+            self._prepares = None
             self._shard.cut_memory.give_back()
 
     def close(self) -> None:

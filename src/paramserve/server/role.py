@@ -456,7 +456,7 @@ class ServerRole:
                     self._happen(CheckpointEnded(notice.checkpoint, notice.committed))
 
     def _take_cut(self, notice: BeginCheckpoint) -> None:
-        self._happen(CutWanted(notice.checkpoint, notice.full))
+        self._happen(CutWanted(notice.checkpoint, notice.full, notice.flush_s))
 
     def tell_end(self) -> None:
         """Tell the coordinator that this server was told to end, which it does not do yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from math import inf
 from typing import Any
 
 import pytest
@@ -352,6 +353,24 @@ def test_silent_servers_are_named_and_slow_ones_waited_for() -> None:
     run.pass_time(checkpointing.WRITE_LIMIT_S + 1)
     (refused,) = [reply for to, reply in run.replies if to == DRIVER]
     assert "servers of shards [1] have written nothing for 300 s" in refused.failed
+
+
+def test_flush_has_half_of_the_time_of_the_caller_that_waits() -> None:
+    """Also of a checkpoint that was begun before; else it has all the time that it needs."""
+    run = started(Disk())
+    run.answers[BeginCheckpoint] = lambda shard, notice: None
+    run.pass_time(PLAN.every_s)
+    assert run.ask(1, wait_s=60.0) is None
+    run.pass_time(10.0)
+    assert run.ask(2, wait_s=1000.0) is None
+    run.happen(Noticed(SERVER, CutTaken(1, failed="it was busy")))
+    begun = [n for k, n in run.told if k == 0 and isinstance(n, BeginCheckpoint)]
+    assert [(each.checkpoint, each.flush_s) for each in begun] == [
+        (1, inf),
+        (1, 30.0),
+        (1, 20.0),
+        (2, 20.0),
+    ]
 
 
 def test_cut_that_does_not_come_is_given_up_and_let_go_when_it_does() -> None:

@@ -13,7 +13,7 @@ from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.cut import CUT_RETRY_S
 from paramserve.core.events import CheckpointEnded, ClientBye, CutWanted, DeadlineReached
-from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_S
+from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_MAX_S, FLUSH_LIMIT_S, FLUSH_STEPS
 from paramserve.messages import Done
 
 SHARDS = 2
@@ -121,6 +121,68 @@ def test_cut_is_taken_without_the_flush_of_who_does_not_step() -> None:
     one.now = FLUSH_LIMIT_S
     one.happen(DeadlineReached())
     assert cuts(one) == [({0: 1}, (0, 1))] * SHARDS
+
+
+def steps_that_take(one: Rig, seconds: float, clocks: range) -> None:
+    """Of all clients; what is to be a flush is one."""
+    for clock in clocks:
+        one.now += seconds
+        one.happen(DeadlineReached())
+        for client in (A, B):
+            number, *at = asked(one, client) or (0,)
+            flush = number if at == [0, clock] else 0
+            step(one, client, clock, leaves=not flush, flush=flush)
+        one.deliver()
+
+
+def test_flush_of_slow_clocks_is_waited_for() -> None:
+    one = rig(Sync("sum"))
+    one.now = 40.0
+    steps_that_take(one, 40.0, range(1, 3))
+    one.happen(CutWanted(1))
+    steps_that_take(one, 40.0, range(3, 5))
+    assert cuts(one) == [({0: 5}, ())] * SHARDS
+
+
+def test_flush_is_waited_for_as_long_as_its_limits_say() -> None:
+    """So many steps of the slowest; never longer than the longest; less where a caller says so."""
+    for step_s, flush_s, limit in (
+        (1.0, 1e9, FLUSH_LIMIT_S),
+        (40.0, 1e9, FLUSH_STEPS * 40.0),
+        (1000.0, 1e9, FLUSH_LIMIT_MAX_S),
+        (40.0, 31.0, 31.0),
+    ):
+        one = rig(Async())
+        steps_that_take(one, step_s, range(1, 3))
+        one.happen(CutWanted(1, flush_s=flush_s))
+        began = one.now
+        one.now = began + limit - 0.1
+        one.happen(DeadlineReached())
+        assert not cuts(one), step_s
+        one.now = began + limit
+        one.happen(DeadlineReached())
+        assert [left for _, left in cuts(one)] == [(0, 1)] * SHARDS
+
+
+def test_caller_with_less_time_shortens_the_flush_that_is_under_way() -> None:
+    one = rig(Async())
+    one.happen(CutWanted(1))
+    one.now = 1.0
+    one.happen(CutWanted(1, flush_s=5.0))
+    one.happen(CutWanted(1, flush_s=9.0))
+    one.now = 6.0
+    one.happen(DeadlineReached())
+    assert [left for _, left in cuts(one)] == [(0, 1)] * SHARDS
+
+
+def test_long_step_of_long_ago_counts_no_more() -> None:
+    one = rig(Async())
+    steps_that_take(one, 100.0, range(1, 2))
+    steps_that_take(one, 1.0, range(2, 300))
+    one.happen(CutWanted(1))
+    one.now += FLUSH_LIMIT_S
+    one.happen(DeadlineReached())
+    assert cuts(one)
 
 
 def test_clients_that_end_are_not_waited_for_and_told() -> None:
