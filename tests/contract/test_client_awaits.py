@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.contract.conftest import MakeCluster
-from tests.contract.role_cluster import RoleCluster, in_threads, wait_until
+from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, in_threads, wait_until
 
 from paramserve.client import Client
 from paramserve.client.ticket import Outcome, Ticket
-from paramserve.config import Deadlines
 from paramserve.consistency.built_in import Sync
 from paramserve.errors import ClientClosed, PushTimeout, TableFull
 from paramserve.rules import Add
@@ -157,14 +157,16 @@ def test_ticket_that_is_awaited_again_ends_with_its_step(pair: tuple[Client, Cli
 
 
 def test_await_times_out_as_a_result_does(make_cluster: MakeCluster) -> None:
-    deadlines = Deadlines(request_s=0.2, busy_s=0.2, heartbeat_s=0.05, stall_s=0.2)
-    cluster = make_cluster("unix", servers=2, workers=2, policy=Sync(), deadlines=deadlines)
-    first, second = cluster.client(0), cluster.client(1)
+    cluster = make_cluster("unix", servers=2, workers=2, policy=Sync())
+    first = cluster.client(0, deadlines=structs.replace(DEADLINES, busy_s=0.2))
+    second = cluster.client(1)
     in_threads(*(lambda c=c: c.define("w", np.zeros(3), rule=Add()) for c in (first, second)))
     first.push("w", np.ones(3))
     ticket = first.tick()
+    first.timeout_s = 0.2
     with pytest.raises(PushTimeout, match=r"worker 1 \(at clock 0\)"):
         asyncio.run(outcome(ticket))
+    first.timeout_s = WAIT_S
     second.tick()
     assert asyncio.run(outcome(ticket)).version == 1
 

@@ -18,7 +18,7 @@ from tests.contract.echo_host import frame
 from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, taken, wait_until
 
 from paramserve.client import Client, Snapshots
-from paramserve.config import NO_CREDENTIALS, Deadlines
+from paramserve.config import NO_CREDENTIALS
 from paramserve.consistency.built_in import Sync
 from paramserve.core import shard_sessions
 from paramserve.core.table.options import Constant
@@ -38,6 +38,7 @@ from paramserve.transport.control import ControlLink
 
 LARGE = 40_000
 SOON_S = 2.0
+BUSY_S = 3 * DEADLINES.reconnect_s
 """Within this time every client knows that a server is gone."""
 
 
@@ -282,15 +283,15 @@ def test_growing_while_the_server_ends_is_server_gone(cluster: RoleCluster) -> N
 def test_growing_while_the_server_is_busy_waits_for_it(make_cluster: MakeCluster) -> None:
     """Busy for longer than a reconnect may take, as with a large update; but it lives."""
     cluster = make_cluster("unix", servers=2)
-    client = cluster.client(deadlines=structs.replace(DEADLINES, reconnect_s=0.03))
+    client = cluster.client()
     client.define("w", np.zeros(60_000), rule=Add())
     pulled: list[object] = []
     with cluster.frozen():
         tickets = [client.push("w", np.ones(60_000)) for _ in range(2)]  # the arena is full
         thread = threading.Thread(target=lambda: pulled.append(_error(lambda: client.pull("w"))))
         thread.start()
-        time.sleep(0.1)
-    thread.join(5)
+        time.sleep(BUSY_S)
+    thread.join(WAIT_S)
     assert pulled == [None]
     assert [ticket.result().version for ticket in tickets] == [1, 2]
 
@@ -473,19 +474,15 @@ def test_error_that_was_not_read_is_raised_by_the_next_call(cluster: RoleCluster
 
 
 def test_deadlines_of_a_client_are_its_own(make_cluster: MakeCluster) -> None:
-    quick = Deadlines(request_s=0.05, start_s=5.0, reconnect_s=0.2, stall_s=0.05)
     cluster = make_cluster("unix", deadlines=DEADLINES)
-    client = cluster.client(deadlines=quick)
-    client.define("w", np.zeros(3), rule=Add())
-    with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited 0\.\d s"):
+    client = cluster.client(deadlines=structs.replace(DEADLINES, request_s=0.05, stall_s=0.05))
+    client.define("w", np.zeros(3), rule=Add(), timeout_s=WAIT_S)
+    with cluster.frozen(), pytest.raises(PullTimeout, match=r"waited \d\.\d s"):
         client.pull("w")
     assert client.timeout_s == 0.05
 
 
 # --- a server that listens and does not answer ----------------------------------------------------
-
-
-BUSY_S = 3 * DEADLINES.reconnect_s
 
 
 def cut_link(client: Client) -> None:
