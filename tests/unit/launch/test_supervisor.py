@@ -130,11 +130,13 @@ class Reads:
 def test_run_that_fails_is_read_before_its_servers_end(why: str) -> None:
     engine = Puppets()
     reads = Reads(engine)
-    plan = replace(PLAN, timeout_s=0.05) if why == "time" else PLAN
-    supervisor = started(plan, engine, collect=reads)
+    supervisor = started(replace(PLAN, timeout_s=60.0), engine, collect=reads)
     engine.serve("worker 0", "worker 1")
     if why == "failure":
         engine.processes["worker 1"].end(-11)
+    else:
+        wait_until(lambda: supervisor.roster.readable)
+        supervisor.started_at -= 60.0
     assert supervisor.ended.wait(10.0)
     assert isinstance(supervisor.error, RunTimeout if why == "time" else WorkerFailed)
     assert reads.told == ["worker 0", "worker 1"]
