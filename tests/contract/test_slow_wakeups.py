@@ -22,11 +22,14 @@ from paramserve.transport.timing import SystemTiming
 from paramserve.transport.wakeup import leave_core
 
 WAKE_S = 2e-3
-"""Far more than a step takes, even on a machine that does much else."""
+"""Far more than a step takes."""
+COUNTED_S = 1.0
+"""What a wake-up counts as. Other processes take a core for less: none of them makes a wait sleep
+that polls on an idle machine."""
 STEPS, LAST = 200, 100
 ROUNDS = 10
-"""While other processes take the cores, waits sleep, or an answer is there before its wait: one
-round without them is needed."""
+"""While other processes take the cores, an answer may be there before its wait: one round without
+them is needed."""
 
 
 class SlowPoller:
@@ -61,11 +64,11 @@ def slow_selector(loop: Any) -> None:
     loop._selector.select = selected
 
 
-@pytest.mark.parametrize(("poll_s_max", "sleeps"), [(10e-3, False), (0.0, True)])
+@pytest.mark.parametrize(("poll_s_max", "sleeps"), [(COUNTED_S, False), (0.0, True)])
 def test_tight_loop_ends_polling_where_wakeups_are_slow(
     poll_s_max: float, sleeps: bool, make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SystemTiming, "wake_s", staticmethod(lambda: WAKE_S))
+    monkeypatch.setattr(SystemTiming, "wake_s", staticmethod(lambda: COUNTED_S))
     monkeypatch.setattr(SystemTiming, "poller", SlowPoller)
     limits = Limits(poll_s_max=poll_s_max)
     cluster = make_cluster("unix", limits=limits)
@@ -96,14 +99,13 @@ def test_who_polls_gives_up_a_shared_core_and_the_server_leaves_it(
         given_up.add(threading.get_ident())
         time.sleep(2 * SHARED_S)
 
-    # Longer than other processes take a core: then each wait polls, as on an idle machine.
-    monkeypatch.setattr(SystemTiming, "wake_s", staticmethod(lambda: 1.0))
+    monkeypatch.setattr(SystemTiming, "wake_s", staticmethod(lambda: COUNTED_S))
     monkeypatch.setattr(paramserve.client.links, "sched_yield", shares_the_core)
     monkeypatch.setattr(paramserve.server.role.os, "sched_yield", shares_the_core)
     monkeypatch.setattr(
         paramserve.server.role, "leave_core", lambda: left.append(threading.get_ident())
     )
-    limits = Limits(poll_s_max=1.0)
+    limits = Limits(poll_s_max=COUNTED_S)
     cluster = make_cluster("unix", limits=limits)
     server: list[int] = []
     cluster.on_server(lambda: server.append(threading.get_ident()))
