@@ -597,6 +597,7 @@ def steps_of_a_table_only(worker: ps.Worker, at: Callable[[int], None]) -> State
 
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
 @pytest.mark.filterwarnings("ignore:buffer '.*' is no longer in the model")
+@pytest.mark.usefixtures("tables_ready")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "program",

@@ -48,6 +48,7 @@ BUFFERS = {
 }
 
 
+@pytest.mark.usefixtures("tables_ready")
 @pytest.mark.parametrize(
     "options", [{}, {"buffers": "mean"}, {"dense": "local"}], ids=["rank0", "mean", "dense"]
 )
