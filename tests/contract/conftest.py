@@ -10,7 +10,7 @@ from tests.contract.echo_host import MakeHost, hosts_in
 from tests.contract.harness import Harness
 from tests.contract.role_cluster import KINDS, RoleCluster, clusters
 
-from paramserve.client import connection, timeouts
+from paramserve.client import connection
 from paramserve.compiling import load_table
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.rows import row_layout
@@ -29,7 +29,6 @@ def make_host(tmp_path: Path) -> Iterator[MakeHost]:
 @pytest.fixture
 def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCluster]:
     """Makes clusters, and closes them after the test."""
-    monkeypatch.setattr(timeouts, "INQUIRE_S", 0.05)
     monkeypatch.setattr(connection, "CLOSE_S", 0.2)
     monkeypatch.setattr(peers, "CONNECT_S", 0.3)
     with clusters() as make:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.contract.inprocess import InProcessLink
 from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
 from paramserve.checkpoint.committing import Committer
 from paramserve.checkpoint.folder import answer_probe
 from paramserve.checkpoint.storage import LocalFolder
-from paramserve.client import Client, Connection
+from paramserve.client import Client, Connection, timeouts
 from paramserve.compiling import load_kernels
 from paramserve.config import (
     NO_CREDENTIALS,
@@ -358,7 +359,8 @@ class RoleCluster:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """The servers' loop stands still meanwhile, as under SIGSTOP."""
+        """The servers' loop stands still meanwhile, as under SIGSTOP: a failed wait soon ceases to
+        ask them who is missing."""
         asleep, wake = threading.Event(), threading.Event()
 
         def sleep() -> None:
@@ -368,7 +370,9 @@ class RoleCluster:
         self.serving.loop.call_soon_threadsafe(sleep)
         asleep.wait(WAIT_S)
         try:
-            yield
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(timeouts, "INQUIRE_S", 0.05)
+                yield
         finally:
             wake.set()
 
