@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a gradient left out is added to the residual once more when it is sent again."""
     to_resend = ClientSession.to_resend
 
-    def again(encoder: Encoder, encoded: Sequence[Encoded]) -> None:
+    def again(encoder: Encoder, encoded: Iterable[Encoded]) -> None:
         for each in encoded:
             if each.change is not None:
                 encoder._residuals[each.block.id] += each.change
@@ -30,7 +30,7 @@ def counted_again_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
             answered: Any = each.operation.on_complete
             for sent in getattr(answered, "args", ()):
                 if isinstance(sent, Prepared) and sent.encoded:
-                    again(answered.func.__self__.encoder, sent.encoded)
+                    again(answered.func.__self__.encoder, sent.encoded.values())
         return to_resend(session)
 
     monkeypatch.setattr(ClientSession, "to_resend", counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -69,8 +69,8 @@ class Prepared(Struct, frozen=True, eq=False):
     """Of this client in that group before it; or `CURRENT_CLOCK`."""
     saved: tuple[Saved, ...] = ()
     """What it tells of what the worker has saved."""
-    encoded: Sequence[Encoded] = ()
-    """Of its gradients, those that a codec has encoded."""
+    encoded: Mapping[int, Encoded] = {}
+    """By block, those of its gradients that a codec has encoded."""
 
 
 class Steps(ClientClocks):
@@ -342,7 +342,7 @@ class Steps(ClientClocks):
             if self.saving is not None and each.saved:
                 self.saving.told(each.saved)
             if self.encoder is not None:
-                self.encoder.sent(each.encoded, each.requests[0].flush)
+                self.encoder.sent([*each.encoded.values()], each.requests[0].flush)
         self._exchange.unfinished = ""
 
     def _broken_off(
@@ -529,9 +529,7 @@ class Steps(ClientClocks):
             requests += [Step(0, group, clock, tick, push_part, pull_part, base, *same)]
         operation = Operation(self._shards)
         ticket = Ticket(self, parts.what, group, places, operation)
-        sent = Prepared(parts, ticket, requests, operation, captured, clock, saved)
-        if encoded:
-            sent = replace(sent, encoded=list(encoded.values()))
+        sent = Prepared(parts, ticket, requests, operation, captured, clock, saved, encoded)
         operation.on_complete = partial(self._answered, sent)
         return sent
 
@@ -619,8 +617,8 @@ class Steps(ClientClocks):
         if sent.captured:
             self._exchange.let_go(sent.captured)
         operation, clock = sent.operation, sent.clock
-        if sent.encoded and self.encoder is not None:
-            self.encoder.answered(sent.encoded, operation)
+        if self.encoder is not None:
+            self.encoder.answered([*sent.encoded.values()], operation)
         says = clock == CURRENT_CLOCK
         for shard in operation.replies:
             reply = operation.replies[shard]
@@ -683,6 +681,8 @@ class Steps(ClientClocks):
 
         def complete() -> None:
             self._exchange.give_back(slots)
+            if self.encoder is not None:
+                self.encoder.answered((), operation)
             self._hear(operation, None, 0)
 
         operation.on_complete = complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,7 @@ from paramserve.errors import (
 )
 from paramserve.messages import (
     CURRENT_CLOCK,
+    Assign,
     Done,
     Fetch,
     GroupPolicy,
@@ -123,6 +125,24 @@ def test_flush_with_nothing_left_out_is_sent_once_and_by_no_call_that_only_pulls
     for _ in range(2):
         bench.send(block=block, tick=True)
     assert [bench.sent(n)[0].flush for n in range(3)] == [0, 7, 0]
+
+
+@pytest.mark.parametrize("what", ["pull", "assign"])
+def test_flush_may_be_asked_for_in_the_answer_to_any_call(bench: Bench, what: str) -> None:
+    """Also to one that encodes nothing."""
+    block = Block(structs.replace(BLOCK.spec, push=codec_spec(Int4())))
+    bench.memory.shared = True  # type: ignore[attr-defined]
+    bench.steps.encoder = Encoder(0, lambda sizes: [bench.memory.take(n) for n in sizes])
+    if what == "pull":
+        bench.steps.send([StepParts("pull", block, [], [block], StepOptions())])
+    else:
+        with suppress(PushTimeout):  # memory has no thread that answers
+            bench.steps.finish(what, [Assign(0, block.id, 0, 0, 0)] * 2, 0.0, [])
+    _, operation = bench.memory.sent[0]
+    for shard in range(2):
+        operation.answered(shard, Done(0, flush=(7, -1, 0)))
+    bench.send(block=block, tick=True)
+    assert bench.sent(1)[0].flush == 7
 
 
 def test_base_is_the_version_read_last_on_each_shard(bench: Bench) -> None:
