@@ -39,6 +39,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "peers-crowded": "unknown peers hold all places for handshakes; the oldest are closed",
     "accept-failed": "the listener at `address` cannot accept, as without free descriptors",
     "client-cut-off": "a client broke the order of its requests",
+    "buffer-lost": "a server could not apply gradients that it had collected, of a policy before",
     "host-lost": "a host has been silent for too long: a connection to it is ended",
     "server-unreachable": "a server cannot reach another one of its cluster",
     "reconnected": "a broken connection to the coordinator stands again",

@@ -14,7 +14,8 @@ from tests.contract.role_cluster import WAIT_S, in_threads, wait_until
 from paramserve import compiling
 from paramserve.client import Client
 from paramserve.config import NO_CREDENTIALS, Limits
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.built_in import Async, Buffered, Sync
+from paramserve.core.sums import GradientBuffer
 from paramserve.errors import (
     ClientClosed,
     CoordinatorGone,
@@ -22,6 +23,7 @@ from paramserve.errors import (
     ProtocolError,
     Timeout,
 )
+from paramserve.logs import event_of
 from paramserve.messages import AskStatus, Found, Hello, Lookup, Record, Status, WorkerBeat
 from paramserve.rules import SGD, Add
 from paramserve.transport.control import ControlLink
@@ -248,3 +250,27 @@ def test_coordinator_that_ends_wakes_who_waits_for_it(make_cluster: MakeCluster)
     cluster.coordinating.call(cluster._coordinator.close)
     thread.join(2.0)
     assert [type(error) for error in errors] == [CoordinatorGone]
+
+
+# --- what the operator is told --------------------------------------------------------------------
+
+
+def test_lost_buffer_is_logged_though_no_step_comes_that_is_refused(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    cluster = make_cluster("inprocess", policy=Buffered(9, damping=None), workers=1)
+    client = cluster.client(0)
+    client.define("w", np.zeros(3), rule=Add())
+    monkeypatch.setattr(GradientBuffer, "apply", fail)
+    client.push("w", np.ones(3))
+    client.tick().result(WAIT_S)
+    until = client.set_consistency("default", Async())
+    while client.clock() <= until:
+        client.push("w", np.ones(3))
+        client.tick().result(WAIT_S)
+    (told,) = [each for each in caplog.records if event_of(each)["event"] == "buffer-lost"]
+    assert told.levelname == "WARNING"
+    assert "gradients of group 'default' that it had collected before" in told.getMessage()

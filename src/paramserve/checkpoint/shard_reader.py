@@ -257,8 +257,12 @@ def _group(
         for rank, clock in each.clocks:
             clocks[rank] = max(clocks.get(rank, 0), clock)
         ahead |= each.ahead
-    merged = tuple(sorted(clocks.items()))
-    return structs.replace(lead, clocks=merged, ahead=tuple(sorted(ahead.items())))
+    return structs.replace(
+        lead,
+        clocks=tuple(sorted(clocks.items())),
+        ahead=tuple(sorted(ahead.items())),
+        unapplied=next((each.unapplied for each in every if each.unapplied is not None), None),
+    )
 
 
 def _members(

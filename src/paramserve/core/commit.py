@@ -55,6 +55,8 @@ class Contribution(Struct, eq=False):
     refusal: tuple[str, str, str] | None = None
     """Why this shard refuses the step, if it does: (kind, failed, fix). Then it has no gradients
     here."""
+    unapplied: bool = False
+    """Whether that is `GroupState.unapplied`: a clock that is not decided is in no checkpoint."""
 
 
 class PreparedUpdates(NamedTuple):

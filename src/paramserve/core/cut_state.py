@@ -32,6 +32,7 @@ class GroupRecord(Struct, frozen=True):
         buffered: gradients in the buffer; `large`: whether they may be large.
         saved: by rank, what it saved, as of its last two steps that told some.
         ahead: (rank, clock of a step of it that is in the values), of calls that are not over.
+        unapplied: why a buffer was lost, if no step was refused with it yet: (kind, failed, fix).
     """
 
     id: int
@@ -55,6 +56,7 @@ class GroupRecord(Struct, frozen=True):
     large: bool
     saved: dict[int, tuple[SavedAt, ...]] = {}
     ahead: tuple[tuple[int, int], ...] = ()
+    unapplied: tuple[str, str, str] | None = None
 
 
 class SessionRecord(Struct, frozen=True):
@@ -87,6 +89,7 @@ def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord
     """
     state, members, changing = machine.state, machine.state.members, machine.policies.changing
     changes = state.changes
+    lost = state.unapplied
     undecided = changing is not None and changing.decided is None
     return GroupRecord(
         state.id,
@@ -110,6 +113,7 @@ def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord
         state.buffer.large,
         dict(state.saved.by_rank),
         tuple(sorted({**state.ahead, **begun}.items())),
+        None if lost is None else (type(lost).__name__, lost.failed, lost.fix),
     )
 
 

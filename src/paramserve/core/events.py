@@ -167,7 +167,7 @@ class Effects(Struct):
 
     `replies`: to which client, what. `peers`: to which other shard, what. `drops`: clients whose
     connection broke the protocol. `refused`: why a `ClientHere` was not admitted. `notices`: what
-    the coordinator is told.
+    the coordinator is told. `losses`: why gradients are lost that no step waits for.
     """
 
     replies: list[tuple[int, Answer]] = []
@@ -176,3 +176,4 @@ class Effects(Struct):
     refused: ParamServeError | None = None
     deadline: float | None = None
     notices: list[CutTaken] = []
+    losses: list[ParamServeError] = []

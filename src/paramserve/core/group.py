@@ -141,7 +141,7 @@ class GroupMachine:
                 raise wrong
             return self._with_news(session, self._not_a_member(session, request))
         if wrong is None and step.push and state.unapplied is not None:
-            wrong, parts = state.unapplied, []  # forgotten by `_refuse`, since it may be held yet
+            wrong, parts = state.unapplied, []  # forgotten with the answer: it may be held yet
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
         if member and clocks[rank] < step.clock and not state.at(clocks[rank]).policy.collects:
@@ -204,7 +204,7 @@ class GroupMachine:
         return answer
 
     def _refuse(self, wrong: Exception) -> Exception:
-        """Why a step is refused, and not held: a lost buffer is told once."""
+        """Why a step is refused, now: a lost buffer is told once."""
         if wrong is self.state.unapplied:
             self.state.unapplied = None
         return wrong
@@ -506,7 +506,7 @@ class GroupMachine:
             refused = collecting.refusal_with(state, self.shard, rank, wrong)
         collecting.collect(state, session, request, parts, refused)
         if wrong is not None:
-            self._refuse(wrong)
+            collect.pending[rank].unapplied = wrong is state.unapplied
         state.brought_by[rank] = session.client
         state.came(rank)
         session.held = request
@@ -642,6 +642,8 @@ class GroupMachine:
         if commit.clock != state.committed:
             return  # Answered before.
         collected = collect.everything()
+        if state.unapplied is not None and any(each.unapplied for each in collected):
+            state.unapplied = None
         chosen, prepared = collect.chosen(commit.contributors), collect.prepared
         collect.clear()
         failure = collecting.apply_commit(state, commit, chosen, prepared)

@@ -91,6 +91,8 @@ class GroupState:
         self.skipped = 0
         self.unapplied: ParamServeError | None = None
         """Why a buffer could not be flushed, until a step is refused with it."""
+        self.buffer_lost: Callable[[ParamServeError], None] | None = None
+        """Called with `unapplied` when it is set: no later step may push."""
         self.dropped: dict[int, int] = {}
         """By rank: gradients that came too late, were too stale, or were left out alone for NaN."""
         self.marks: dict[int, tuple[int, int]] = {}

@@ -32,7 +32,7 @@ from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock, RowStates
 from paramserve.core.table.cut import CutRows
 from paramserve.core.table.hashing import Keys
-from paramserve.errors import CheckpointError, ParamServeError
+from paramserve.errors import CheckpointError, ParamServeError, rebuild
 from paramserve.messages import BlockSpec, GroupPolicy, Member
 from paramserve.rules.layout import RowLayout
 
@@ -246,6 +246,9 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
     state.ahead = {rank: clock for rank, clock in record.ahead if rank in live}
     state.brought_by = dict(record.sent_by)
     state.buffer.count, state.buffer.large = record.buffered, record.large
+    if record.unapplied is not None:
+        kind, failed, fix = record.unapplied
+        state.unapplied = rebuild(kind, failed, "no", fix)
     machine.replan()
     return machine
 

@@ -651,6 +651,7 @@ class Shard:
     def new_group(self, number: int, name: str, policy: Policy) -> GroupMachine:
         """A group to which nothing has happened, which is not known yet."""
         state = GroupState(number, name, policy, self.sessions.first, self.sessions.live())
+        state.buffer_lost = self._buffer_lost
         if self.shards > 1:
             state.snapshot_due = partial(self._snapshot_due, number)
         return GroupMachine(
@@ -662,6 +663,9 @@ class Shard:
             replies=self._replies,
             outbox=self._outbox,
         )
+
+    def _buffer_lost(self, why: ParamServeError) -> None:
+        self._effects.losses.append(why)
 
     def _snapshot_due(self, group: int) -> None:
         if self.number == LEAD:

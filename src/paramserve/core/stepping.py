@@ -375,6 +375,8 @@ def flush(state: GroupState) -> None:
     except (RuleFailed, TableFull, NonFinite, MemoryError) as error:
         state.dropped[NO_RANK] = state.dropped.get(NO_RANK, 0) + count
         state.unapplied = _unapplied(state, count, error)
+        if state.buffer_lost is not None:
+            state.buffer_lost(state.unapplied)
     state.advance()
 
 

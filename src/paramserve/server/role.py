@@ -337,6 +337,10 @@ class ServerRole:
                 connection.close()
         for each in effects.notices:
             self._tell(each)
+        for error in effects.losses:
+            logger.warning(
+                "shard %d: %s", self.config.shard, error, extra=self._event("buffer-lost")
+            )
         if effects.deadline is not None:
             self._wake_at(effects.deadline)
 

@@ -9,10 +9,13 @@ import pytest
 from tests.unit.core.group_rig import A, B, change, last
 from tests.unit.core.rig import Rig, block_spec
 
+from paramserve.config import NO_RANK
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Buffered, LocalSteps, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.client_session import Operation
+from paramserve.core.events import CutWanted
+from paramserve.core.restoring import restore
 from paramserve.errors import ParamServeError, RuleFailed
 from paramserve.messages import Done, Refused, SetPolicy
 from paramserve.rules.custom import CustomRule
@@ -144,3 +147,59 @@ def test_lost_flush_is_told_to_its_clock_though_a_step_of_the_next_one_is_held_f
     both(one, B, 1.0, 1.0, clock=4)
     one.deliver()
     assert isinstance(outcome(one, B), RuleFailed)
+
+
+# --- a lost flush that no step was told of --------------------------------------------------------
+
+
+def test_lost_flush_is_told_to_the_operator_once_and_counted() -> None:
+    one = two_shards(Buffered(3, damping=None))
+    change(one, Async())
+    losses: list[tuple[int, str]] = []
+    for clock in range(6):
+        for client in (A, B):
+            for shard in range(2):
+                value = 13.0 if (clock, shard) == (3, 1) else 1.0
+                effects = one.step(client, {0: [value]}, shard=shard, clock=clock)
+                losses += [(shard, str(error)) for error in effects.losses]
+        one.deliver()
+    ((shard, text),) = losses
+    assert shard == 1
+    assert "lost 2 gradients of group" in text
+    assert "thirteen" in text
+    assert dict(one.shards[1].report()[0].dropped) == {NO_RANK: 2}
+
+
+def restored(one: Rig) -> Rig:
+    """New shards that go on from a cut of now, as from files; both ranks come again."""
+    one.happen(CutWanted())
+    one.deliver()
+    new = Rig(shards=2, workers=2, rules={Odd.name: Odd})
+    for shard, old in zip(new.shards, one.shards, strict=True):
+        part = old.cuts.kept[max(old.cuts.kept)]
+        part.members = ()
+        restore(shard, part, 0.0)
+    for rank, client in enumerate((A, B)):
+        new.join(client + 10, rank, incarnation=2)
+    return new
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")])
+def test_lost_flush_is_told_behind_a_resume(policy: Policy) -> None:
+    """Under Sync the step that is refused waits for its clock at the cut: it is in none."""
+    one = behind_lost_flush(policy)
+    if isinstance(policy, Sync):
+        one.step(B, {0: [1.0]}, clock=4, shard=1)
+        assert one.shards[1].groups[0].state.collect.pending[1].refusal
+    new = restored(one)
+    told: list[int] = []
+    for clock in (4, 5, 6):
+        for client in (A + 10, B + 10):
+            if (policy, clock, client) != (Async(), 4, A + 10):
+                both(new, client, 1.0, 1.0, clock=clock)
+        new.deliver()
+        for client in (A + 10, B + 10):
+            if new.answers(client) and outcome(new, client) is not None:
+                told.append(clock)
+                assert isinstance(outcome(new, client), RuleFailed)
+    assert told == ([4, 4] if isinstance(policy, Sync) else [4])
