@@ -172,11 +172,21 @@ class SimulatedFlushedResumes(SimulatedResumes):
             return []
         self.seen["flushed"] += bool(encoder_of(client).changes)  # type: ignore[union-attr]
         told = client.rank in self.fell_to.cut.lost_residuals
-        if told and self.all_flush:
+        if told and self.all_flush and not self._rests(client.rank):
             return [f"rank {client.rank} is told, which had made its flush"]
         if told or np.abs(left).max(initial=0.0) <= ROUNDING * LARGEST:
             return []
         return [f"block {block.id}: a residual of rank {client.rank} is lost, and no one is told"]
+
+    def _rests(self, rank: int) -> bool:
+        """Whether a rank has suspended its membership while the checkpoint was begun or its cut
+        taken, so that no clock of the flush was one of its own."""
+        assert self.fell_to is not None
+        times, rests = self.times[self.fell_to.name], False
+        for order, who, resting in self.history.resting:
+            if who == rank and order < times.before:
+                rests = resting or (rests and order > times.after)
+        return rests
 
     def _wrong_own(
         self, encoder: RemembersChanges, block: Block, low: int, high: int, left: Exact
