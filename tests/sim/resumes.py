@@ -26,6 +26,7 @@ from paramserve_testing import Faults, Scenario, Violation
 from paramserve_testing.checkers import SHOWN_MAX, part_name, samples_are_used
 from paramserve_testing.client import SimulatedClient
 from paramserve_testing.history import Call, History, Part
+from paramserve_testing.policy_checkers import may_leave_out
 from paramserve_testing.scripts import LeasingScript, Script, WorkerScript
 from paramserve_testing.server import SimulatedCoordinator, SimulatedDriver, SimulatedServer
 from paramserve_testing.simulated import RESTART_S, SimulatedCluster
@@ -233,8 +234,10 @@ class SimulatedResumes(SimulatedCluster):
                 for part, masks in held.items()
                 if part.block in call.blocks
             }
+            shards = range(len(call.bases))
+            left_out = any(may_leave_out(history, call, shard) for shard in shards)
             who = f"{self.fell_to.name}: push {call.push} of writer {call.writer} to {group}"
-            if len(there) > 1 and not (call.dropped or call.writer in torn_writers):
+            if len(there) > 1 and not (left_out or call.writer in torn_writers):
                 wrong.append(f"{who} is in some parts")
             known = call.answered is not None and call.answered < times.after
             if known and call.acknowledged and there == {False}:

@@ -23,6 +23,8 @@ from paramserve_testing import Violation
 SEEDS = 6
 FOUND_WITHIN = 40
 """Seeds after which a planted bug has been found, from the one that stands with it."""
+RARE = {"async-drop": (61,)}
+"""A worker is lost before it is told that one shard has dropped its gradient, and another not."""
 POLICIES: Mapping[str, Policy] = {
     "async": Async(),
     "async-drop": Async(drop_after=1),
@@ -36,7 +38,7 @@ def test_what_is_applied_is_the_gradients_less_the_residuals_also_behind_a_loss(
     policy: str,
 ) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in (*range(SEEDS), *RARE.get(policy, ())):
         cluster = resumed_with_flushes(seed, consistency=POLICIES[policy])
         seen += cluster.seen
         seen["committed"] += len(cluster.committed)
