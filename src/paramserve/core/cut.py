@@ -39,7 +39,7 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
-from paramserve.core.flush import AHEAD_LIMIT_S, Flush, limit_s
+from paramserve.core.flush import AHEAD_LIMIT_S, NO_GROUP, Flush, limit_s
 from paramserve.core.group import GroupMachine
 from paramserve.core.replies import refusal
 from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
@@ -92,6 +92,7 @@ class Wanted:
         session: whose request waits for it; None: no client's.
         until: tried again until then.
         limit_s: of the next attempt.
+        flushes: whether the next attempt has another flush: if a clock is it, or none was needed.
         leaves_out: whether the longest attempt has failed, because of clients that stood still: one
             more is made, which leaves them out.
     """
@@ -100,6 +101,7 @@ class Wanted:
     session: ShardSession | None
     until: float
     limit_s: float = CUT_LIMIT_S
+    flushes: bool = False
     leaves_out: bool = False
 
 
@@ -202,9 +204,8 @@ class CutAgreement:
 
     def _within_calls(self) -> bool:
         """Whether a client has begun a call, and not ended it."""
-        sessions = self._sessions
-        each = sessions.by_client.values()
-        return any(sessions.in_call(s.rank, s.client, s.executed) for s in each if s.live)
+        each = self._sessions.by_client.values()
+        return any(self._sessions.in_call(s.rank, s.client, s.executed) for s in each if s.live)
 
     def _executed(self, session: ShardSession) -> int:
         return session.executed if session.fenced_by is None else session.fenced_at
@@ -280,7 +281,9 @@ class CutAgreement:
         """Have clients flush what they have left out, if any has; then begin the cut."""
         self._flushes, self._flush_number = wanted, self._flush_number + 1
         self.flush = Flush(self._flush_number, until, self._sessions, self._groups)
-        self._end_flush(self.flush.is_over())
+        over = self.flush.is_over()
+        wanted.flushes = over or self.flush.request[1] != NO_GROUP
+        self._end_flush(over)
 
     def _end_flush(self, over: bool) -> None:
         """Begin the cut that waits for a flush, if that is over."""
@@ -290,6 +293,14 @@ class CutAgreement:
         wanted.until = min(wanted.until, self._now + CUT_PATIENCE_S)
         self._wanted.appendleft(wanted)
         if self._leading is None:
+            self._begin()
+
+    def _begin_next(self) -> None:
+        """Begin the next attempt, behind a flush if there is to be one."""
+        if self._wanted[0].flushes:
+            wanted = self._wanted.popleft()
+            self._want_flushed(wanted, min(self._now + limit_s(self._sessions), wanted.until))
+        else:
             self._begin()
 
     def look_at_flush(self, now: float) -> bool:
@@ -380,8 +391,9 @@ class CutAgreement:
                 left_out = self._named({client for client, _ in self._late})
                 self._tell(_taken(leading, part, torn, left_out))
             else:  # of a table that is new, one has all rows and another one only those changed
-                ask = structs.replace(leading.wanted.ask, full=True)
-                self._want_flushed(Wanted(ask, None, leading.wanted.until), leading.wanted.until)
+                leading.wanted.ask = structs.replace(leading.wanted.ask, full=True)
+                self._wanted.appendleft(leading.wanted)
+                self._begin_next()
         self._retry_at = self._now
 
     def _tell(self, taken: CutTaken) -> None:
@@ -700,11 +712,7 @@ class CutAgreement:
             elif leading.repeat_at <= now:
                 self._tell_all()
         elif self._wanted and self._retry_at <= now:
-            if self._wanted[0].ask.checkpoint:
-                wanted = self._wanted.popleft()
-                self._want_flushed(wanted, min(now + limit_s(self._sessions), wanted.until))
-            else:
-                self._begin()
+            self._begin_next()
         if self.stops and self._until <= now:
             self._go_on()
         for number in [n for n, part in self.kept.items() if part.keep_until <= now]:

@@ -14,7 +14,7 @@ from paramserve.consistency.registry import spec
 from paramserve.core.cut import CUT_RETRY_S
 from paramserve.core.events import CheckpointEnded, ClientBye, CutWanted, DeadlineReached
 from paramserve.core.flush import AHEAD_LIMIT_S, FLUSH_LIMIT_MAX_S, FLUSH_LIMIT_S, FLUSH_STEPS
-from paramserve.messages import Done
+from paramserve.messages import CutAsk, CutOver, Done
 
 SHARDS = 2
 
@@ -217,24 +217,53 @@ def test_shard_that_has_stopped_goes_on_where_the_checkpoint_is_given_up() -> No
     assert not cuts(one)
 
 
-def test_attempt_that_failed_is_made_again_behind_another_flush() -> None:
+def lose_an_attempt(one: Rig) -> None:
+    """The other shard hears of nothing."""
+    one.wire = [(shard, m) for shard, m in one.wire if not isinstance(m, CutAsk | CutOver)]
+    one.deliver()
+    one.now += 1.0
+    one.happen(DeadlineReached())
+    one.wire = [(shard, m) for shard, m in one.wire if not isinstance(m, CutAsk | CutOver)]
+    one.deliver()
+
+
+def test_attempt_that_failed_is_made_again_behind_the_clock_of_another_flush() -> None:
+    one = rig(Sync("sum"))
+    one.happen(CutWanted(1))
+    for client in (A, B):
+        step(one, client, 1, leaves=True)
+    one.deliver()
+    number, _, clock = asked(one, A)
+    for client in (A, B):
+        step(one, client, clock, flush=number)
+    while not one.shards[0].cuts.under_way:
+        one.deliver_one()
+    lose_an_attempt(one)
+    for client in (A, B):
+        step(one, client, clock + 1, leaves=True)
+    one.deliver()
+    one.now += CUT_RETRY_S
+    one.happen(DeadlineReached())
+    for client in (A, B):
+        step(one, client, clock + 2, leaves=True)
+    one.deliver()
+    number, _, clock = asked(one, A)
+    for client in (A, B):
+        step(one, client, clock, flush=number)
+    assert cuts(one) == [({0: clock + 1}, ())] * SHARDS
+
+
+def test_attempt_that_failed_waits_for_no_more_steps_where_clocks_are_not_decided() -> None:
+    """Who has pushed since the flush is told, as where the first attempt took longer."""
     one = rig(Async())
     one.happen(CutWanted(1))
     for client in (A, B):
         step(one, client, 1, flush=1)
-    one.wire.clear()  # the other shard hears of nothing
-    for client in (A, B):
-        step(one, client, 2, leaves=True)
-    one.now = 1.0
-    one.happen(DeadlineReached())
+    lose_an_attempt(one)
+    step(one, A, 2, leaves=True)
     one.now += CUT_RETRY_S
     one.happen(DeadlineReached())
-    assert not cuts(one)
-    again = one.shards[0].cuts.flush
-    assert again is not None
-    for client in (A, B):
-        step(one, client, 3, flush=again.number)
-    assert [left for _, left in cuts(one)] == [()] * SHARDS
+    assert [left for _, left in cuts(one)] == [(0,)] * SHARDS
 
 
 def test_cut_names_who_has_pushed_and_waits_to_read() -> None:
