@@ -95,11 +95,11 @@ def a_flush_that_was_dropped_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that its policy has dropped has flushed what was left out."""
     note = shard_module.note
 
-    def counts(session: ShardSession, step: Step, answer: Answer) -> None:
+    def counts(session: ShardSession, step: Step, answer: Answer, now: float) -> None:
         done = answer.message
         if isinstance(done, Done) and done.skipped and step.flush:
             answer = Answer(Done(step.seq))
-        note(session, step, answer)
+        note(session, step, answer, now)
 
     monkeypatch.setattr(shard_module, "note", counts)
 
