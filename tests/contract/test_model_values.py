@@ -3,6 +3,7 @@ assigns, and the optimizer's state."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,34 @@ def test_state_that_is_loaded_is_there_after_a_death_before_it_was_stored(
     assert ranks.restarts == [0]
     assert_equal(ranks.returned[0], expected[0])
     assert_equal(ranks.returned[1], expected[0])
+
+
+@pytest.mark.parametrize("loads", [{0, 1}, {0}], ids=["all ranks", "rank 0"])
+def test_state_that_is_loaded_is_there_before_another_rank_steps(
+    make_cluster: MakeCluster, loads: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, store = threading.Event(), Served._store
+
+    def stores_late(served: Served, *args: Any) -> None:
+        if served._worker.rank == 0:
+            stepped.wait(0.5)
+        store(served, *args)
+
+    def train(worker: ps.Worker) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+        optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
+        if worker.rank in loads:
+            optimizer.state[model[0]]["momentum_buffer"] = torch.full((2,), 4.0)
+        adopted = worker.optimizer(model, optimizer)
+        if worker.rank == 1:
+            model[0].grad = torch.ones(2)
+            adopted.step()
+            stepped.set()
+
+    monkeypatch.setattr(Served, "_store", stores_late)
+    cluster = make_cluster(workers=2, policy=ps.Async())
+    Ranks(cluster, train).start(0, 1).end()
+    assert read(cluster)["0"].tolist() == [-3.0, -3.0]
 
 
 def test_state_that_is_loaded_after_adoption_is_not_loaded_by_a_worker_that_comes_back(

@@ -257,7 +257,9 @@ class ServedOptimizer(AdoptedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's: each rank takes the hyper-parameters, rank 0 also writes the state.
 
-        The other ranks do not wait for rank 0's write. In Sync no update comes before it.
+        The other ranks do not wait for rank 0's write. In Sync no update comes before it. Under
+        other policies call `worker.barrier()` before and after this, or load the state before
+        `worker.optimizer`, where no rank steps before rank 0 has stored it.
 
         Raises:
             ValueError, TypeError, KeyError: the state does not fit this optimizer. Nothing was

@@ -18,6 +18,7 @@ from paramserve.pytorch import state as torch_state
 from paramserve.pytorch.adopted import Adopted, Plan, reciprocal
 from paramserve.pytorch.block import ServedBlock, as_tensor
 from paramserve.pytorch.hyper import HyperReader
+from paramserve.pytorch.loaded_state import StateMarks
 from paramserve.pytorch.settings import Settings
 from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import Kind, ParamGroup
@@ -37,6 +38,7 @@ class Served(Adopted[ServedBlock]):
     ) -> None:
         super().__init__(worker, model, settings)
         self._kind = kind
+        self._marks = StateMarks(worker.client, worker.rank, settings.name)
         self._stay = int(settings.overlap)
         """Steps that are under way between two calls of `step`."""
         self._unserved_state: torch_state.State = {}
@@ -76,6 +78,8 @@ class Served(Adopted[ServedBlock]):
             for plan in plans
             if any(param in state for param in plan.layout.params)
         }
+        loaded = [names[0] for names in fields]
+        self._marks.begin(loaded)
         parts = super()._define(plans)
         anew = self._existing.untouched  # rank 0 may have died between defining and storing
         new = [
@@ -84,6 +88,8 @@ class Served(Adopted[ServedBlock]):
             if part.layout.names in fields and (anew or not self._existing.has(part.layout.names))
         ]
         self._store(new, [fields[part.layout.names] for part in new])
+        self._marks.end(loaded)
+        self._marks.wait(part.layout.names[0] for part in parts)
         for part in parts:
             for param in part.layout.params:
                 state.pop(param, None)
