@@ -591,8 +591,10 @@ class Shard:
             if machine is None:
                 added = self._added_members()
                 machine = self.groups[spec.group] = self._new_group_of(message)
-                if added is not None:
-                    machine.membership.begin(added, self._now)
+                # The first group may come to this shard behind this one, and others know of both.
+                later = spec.group > 0 and machine.state.collects
+                if added is not None or later:
+                    machine.membership.begin(added or {}, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
@@ -18,6 +19,7 @@ from paramserve.core.events import (
     FromShard,
     Inquired,
 )
+from paramserve.core.replies import gathered
 from paramserve.core.resumption import resume
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
@@ -739,3 +741,27 @@ def test_group_that_is_defined_later_has_the_members_of_the_first(group: int, he
     assert [step(client) for client in (FIRST, OTHER)] == after, "it waits for whom the lead knew"
     assert step(8) == ([[3.0], [3.0]] if known else after[1])
     assert [one.answers(8, shard)[-1].pending for shard in range(2)] == [not known] * 2
+
+
+def test_group_that_is_defined_before_the_first_on_its_lead_has_the_members_of_the_lead() -> None:
+    """Of two clients' defines another shard gets the later group's behind the first group's, and
+    behind a member that has joined there: it goes by the lead, which decides without it."""
+    one = pair()
+    for client, rank in ((8, 7), (9, 8)):
+        one.join(client, rank)
+    later = block_spec((1,), (1,), number=1, group=1, cuts=(0, 1, 2))
+    lead = one.shards[1]
+    first = lead.groups.pop(0)  # it has not come to the lead yet
+    one.send(8, Define(0, later, 1, 0, 0), 1, {0: gathered([np.zeros(1)])})
+    lead.groups[0] = first
+    for shard in range(2):
+        one.send(9, JoinGroup(0, 0), shard)
+    one.deliver()
+    one.send(8, Define(0, later, 1, 0, 0), 0, {0: gathered([np.zeros(1)])})
+    resent(one)
+    assert [set(shard.groups[1].state.clocks) for shard in one.shards] == [{0, 1}, {0, 1}]
+    for client in (FIRST, OTHER):
+        for shard in range(2):
+            one.step(client, {1: [1.0]}, shard=shard, group=1)
+    resent(one)
+    assert [one.value(1, shard) for shard in range(2)] == [[2.0], [2.0]], "none waits for 8"
