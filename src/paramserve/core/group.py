@@ -634,8 +634,12 @@ class GroupMachine:
             for rank, each in collect.pending.items()
         )
         if message.clock == state.committed and settled and not differs:
-            agreed = (c for c in collect.clients() if c in message.contributors)
-            self._send_vote(tuple(agreed))
+            agreed = tuple([c for c in collect.clients() if c in message.contributors])
+            if collect.sent is not None and collect.sent.contributors == agreed:
+                # The lead may decide by it now: the update that was prepared for it is kept.
+                self._outbox.append(Send(self.leader, collect.sent))
+            else:
+                self._send_vote(agreed)
 
     def _on_commit(self, commit: Commit) -> None:
         state, collect = self.state, self.state.collect

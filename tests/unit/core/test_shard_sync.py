@@ -143,6 +143,19 @@ def test_values_assigned_while_a_clock_is_under_vote_are_behind_it_and_no_rule_r
     assert all(isinstance(answer.message, Done) for _, _, answer in one.replies[-4:])
 
 
+def test_shard_that_is_asked_for_its_vote_again_keeps_the_update_that_it_has_prepared() -> None:
+    one = rig(rule=Plus())
+    one.join(9)
+    both(one, A, 1.0)
+    both(one, B, 2.0)
+    for shard in (0, 1):
+        one.send(9, Assign(0, 0, 0, 0, 0), shard, {0: gathered([np.array([10.0])])})
+    one.happen(FromShard(Prepare(0, 0, (A, B))), 1)
+    one.deliver()
+    assert values(one) == ([10.0], [10.0])
+    assert all(isinstance(answer.message, Done) for _, _, answer in one.replies[-4:])
+
+
 def test_values_assigned_while_a_clock_is_under_vote_are_what_a_rule_of_ours_updates() -> None:
     one = rig()
     one.join(9)
