@@ -32,16 +32,19 @@ from paramserve.messages import (
     Bye,
     Commit,
     Contains,
+    Decided,
     Define,
     Defined,
     Delete,
     Enlist,
     Fetch,
     Gradient,
+    GroupMembership,
     Hello,
     Inquire,
     Join,
     Keys,
+    Known,
     Leave,
     Lookup,
     MarkDead,
@@ -206,7 +209,13 @@ peers = st.one_of(
         *(st.booleans(), st.booleans(), floats, floats, floats, refusals),
     ),
     st.builds(Prepare, st.integers(0, 1), integers, tuples(integers)),
-    st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, refusals),
+    st.builds(
+        Decided,
+        st.integers(0, 9) | integers,
+        st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, refusals)
+        | st.builds(GroupMembership, st.integers(0, 1), tuples(st.tuples(*[integers] * 4))),
+    ),
+    st.builds(Known, integers, integers),
 )
 
 
@@ -301,7 +310,7 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
 @pytest.mark.parametrize(
     "message",
     [
-        Commit(0, 0, (), 0.0, ("NonFinite",)),
+        Decided(1, Commit(0, 0, (), 0.0, ("NonFinite",))),
         Vote(0, 0, 0, (1, 2), True, False, 2.0, 0, refusal=("NonFinite", "why")),
     ],
     ids=["commit", "ready"],

@@ -43,6 +43,7 @@ from paramserve.core import group as group_module
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_membership import ClientMembership, Joining
+from paramserve.core.decisions import DecisionLog
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers
 from paramserve.core.group_membership import MembershipAgreement
@@ -54,6 +55,7 @@ from paramserve.core.read_copies import Reads
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSession
 from paramserve.messages import (
+    Decided,
     Done,
     GroupMembership,
     ServerBeat,
@@ -240,11 +242,11 @@ def change_one_clock_later_on_one_shard(monkeypatch: pytest.MonkeyPatch) -> type
     """Shard 1 goes by a new policy one clock later than shard 0."""
 
     class Later(PolicyAgreement):
-        def on_switch(self, message: Any) -> bool:
+        def on_switch(self, switch: Any) -> None:
             if self._shard == 1:
-                change = structs.replace(message.change, clock=message.change.clock + 1)
-                message = structs.replace(message, change=change)
-            return super().on_switch(message)
+                change = structs.replace(switch.change, clock=switch.change.clock + 1)
+                switch = structs.replace(switch, change=change)
+            super().on_switch(switch)
 
     monkeypatch.setattr(group_module, "PolicyAgreement", Later)
     return SimulatedCluster
@@ -255,7 +257,7 @@ def class_that_only_the_lead_knows(monkeypatch: pytest.MonkeyPatch) -> type[Simu
     propose = PolicyAgreement.propose
 
     def on_the_lead(self: PolicyAgreement, message: SetPolicy) -> None:
-        if self._shard == self._leader:
+        if self._decisions.leads:
             propose(self, message)
 
     monkeypatch.setattr(PolicyAgreement, "propose", on_the_lead)
@@ -303,20 +305,21 @@ def votes_outlive_a_decision_about_members(
 def decision_about_members_is_sent_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
-    """Where it is lost, a shard does not hear who has joined."""
-    monkeypatch.setattr(MembershipAgreement, "deadlines", lambda self: [])
-    monkeypatch.setattr(MembershipAgreement, "deadline_reached", lambda self, now: None)
+    """Where it is lost, a shard does not know who has joined."""
+    never = property(lambda self: None, lambda self, at: None)
+    monkeypatch.setattr(DecisionLog, "deadline", never, raising=False)
     return SimulatedCluster
 
 
-def decision_holds_before_its_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A shard waits for a rank in a clock that was decided without it: its commit is on the way."""
-    take = MembershipAgreement.on_decision
+def decisions_are_applied_as_they_come(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A shard applies a decision although the one before it was lost."""
+    take = DecisionLog.on_decided
 
-    def on_decision(self: MembershipAgreement, message: GroupMembership) -> bool:
-        return take(self, structs.replace(message, clock=0))
+    def on_decided(self: DecisionLog, message: Decided) -> None:
+        self.number = max(self.number, message.number - 1)
+        take(self, message)
 
-    monkeypatch.setattr(MembershipAgreement, "on_decision", on_decision)
+    monkeypatch.setattr(DecisionLog, "on_decided", on_decided)
     return SimulatedCluster
 
 
@@ -589,7 +592,7 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (joiner_begins_ahead, Async(), {"faults": JOINS}),
     (votes_outlive_a_decision_about_members, Sync(reduce="sum"), {"faults": JOINS, "servers": 3}),
     (decision_about_members_is_sent_once, Async(), {}),
-    (decision_holds_before_its_clock, Sync(reduce="sum"), {}),
+    (decisions_are_applied_as_they_come, Sync(reduce="sum"), {}),
     (leaver_still_waited_for, Sync(reduce="sum"), {"faults": Faults()}),
     (pull_ends_a_rest, BoundedStaleness(1), RESTS),
     (retiring_worker_not_waited_for, Sync(reduce="sum"), {"faults": JOINS}),
@@ -606,13 +609,15 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
 # --- memberships of several groups ---------------------------------------------------------------
 
 
-def each_shard_decides_who_is_a_member(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A group has no lead for its members: each shard decides when it executes a request."""
+def only_the_lead_knows_who_is_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """The other shards go by the members of the beginning."""
 
     class Alone(MembershipAgreement):
-        def __init__(self, state: Any, shard: int, *rest: Any) -> None:
-            super().__init__(state, shard, *rest)
-            self._lead, self._others = shard, []
+        def on_decision(self, decision: GroupMembership) -> None:
+            if self._decisions.leads:
+                super().on_decision(decision)
 
     monkeypatch.setattr(group_module, "MembershipAgreement", Alone)
     return SimulatedCluster
@@ -664,7 +669,7 @@ def own_clock_of_a_group_that_follows(monkeypatch: pytest.MonkeyPatch) -> type[S
 
 
 GROUPS: tuple[Plant, ...] = (
-    each_shard_decides_who_is_a_member,
+    only_the_lead_knows_who_is_a_member,
     groups_that_follow_are_joined_at_once,
     rank_that_joins_stays_in_the_other_group,
     own_clock_of_a_group_that_follows,

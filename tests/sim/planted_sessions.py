@@ -13,11 +13,11 @@ from paramserve.client.steps import Prepared, Steps
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core import collecting
-from paramserve.core import group as group_module
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_session import ClientSession, Operation
-from paramserve.core.commit import Collect, Contribution, Lead
+from paramserve.core.commit import Collect, Contribution
+from paramserve.core.decisions import DecisionLog
 from paramserve.core.events import ClientHere
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers
@@ -26,13 +26,13 @@ from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSessi
 from paramserve.errors import ParamServeError
 from paramserve.messages import (
     Commit,
+    Decided,
     Done,
     PeerMessage,
     Prepare,
     Refused,
     ShardRequest,
     Step,
-    Vote,
 )
 from paramserve_testing import SimulatedCluster
 from paramserve_testing.client import SimulatedClient
@@ -169,6 +169,12 @@ def one_shard_commits_without_the_lead(monkeypatch: pytest.MonkeyPatch) -> type[
 
 def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A decision that comes again is carried out again."""
+    take = DecisionLog.on_decided
+
+    def on_decided(self: DecisionLog, message: Decided) -> None:
+        if message.number <= self.number:
+            self._apply(message.decision)
+        take(self, message)
 
     class Repeats(GroupMachine):
         def _on_commit(self, commit: Commit) -> None:
@@ -179,6 +185,7 @@ def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
                 self.before = (commit, dict(self.state.collect.pending))
             super()._on_commit(commit)
 
+    monkeypatch.setattr(DecisionLog, "on_decided", on_decided)
     return with_group(monkeypatch, Repeats)
 
 
@@ -211,17 +218,9 @@ def propose_ignored(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
 
 
 def commit_not_repeated(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """The lead forgets its decision once it is sent."""
-
-    class Forgets(Lead):
-        def on_vote(
-            self, ready: Vote, clock: int, *policy: Any
-        ) -> list[tuple[int, Commit | Prepare]]:
-            decided = super().on_vote(ready, clock, *policy)
-            self.last = None
-            return decided
-
-    monkeypatch.setattr(group_module, "Lead", Forgets)
+    """The lead sends its decision once."""
+    never = property(lambda self: None, lambda self, at: None)
+    monkeypatch.setattr(DecisionLog, "deadline", never, raising=False)
     return SimulatedCluster
 
 

@@ -18,7 +18,7 @@ from paramserve.core.cut_parts import BlockCopy, ShardCut
 from paramserve.core.cut_state import group_record
 from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
-from paramserve.messages import Commit, CutAt, CutTo
+from paramserve.messages import CutAt, CutTo
 from paramserve_testing import Faults, Scenario, Violation
 from paramserve_testing.simulated import rerun
 
@@ -112,7 +112,7 @@ def the_lowest_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_commit_between_report_and_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that has stopped commits what the lead decides."""
 
-    def every(cuts: CutAgreement, commit: Commit) -> bool:
+    def every(cuts: CutAgreement, group: int, clock: int) -> bool:
         return True
 
     monkeypatch.setattr(CutAgreement, "allows_commit", every)

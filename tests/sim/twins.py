@@ -58,13 +58,12 @@ class ShardWithTwin(Shard):
         sessions = self.sessions.by_client.values()
         return bool(self.groups) and not (
             self.cuts.stops
+            or self.decisions._early
             or any(s.held is not None or s.queue or s.gone_at is not None for s in sessions)
             or any(
                 each.state.collect.pending
                 or each.state.changes.paused
-                or each.membership.unacknowledged
                 or each.membership.entering
-                or each.membership._next
                 or (each.lead is not None and each.lead._votes)
                 or (each.policies.changing and each.policies.changing.decided is None)
                 for each in self.groups.values()
@@ -95,10 +94,11 @@ def twin_of(shard: Shard, now: float) -> Shard:
         )
         twin.step(here, now)
         twin.sessions.by_client[client].unread = dict(session.unread)  # on its way to the client
-    for number, machine in shard.groups.items():  # what a shard that did not stop may ask for again
-        lead = twin.groups[number].lead
-        if lead is not None and machine.lead is not None:
-            lead.last = machine.lead.last
+    log, own = shard.decisions, twin.decisions  # a cluster that is restored begins a new one
+    own.number, own.deadline = log.number, log.deadline
+    own._acknowledged, own._unacknowledged = dict(log._acknowledged), dict(log._unacknowledged)
+    for number, machine in shard.groups.items():
+        twin.groups[number].membership.newest = machine.membership.newest
     return twin
 
 

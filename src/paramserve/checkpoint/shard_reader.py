@@ -30,8 +30,8 @@ from paramserve.checkpoint.shard_records import (
 )
 from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
-from paramserve.core.commit import lead_of
 from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.decisions import LEAD
 from paramserve.core.membership import DEAD, LEFT
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.admission import Waiting
@@ -246,12 +246,10 @@ def _group(
     it is applied twice.
     """
     every = [next(each for each in one.groups if each.id == number) for one in records]
-    lead = every[lead_of(number, len(every))]
-    known = records[lead_of(number, len(every))].members
-    lead = structs.replace(lead, members=_members(lead, known, workers))
+    lead = every[LEAD]
+    lead = structs.replace(lead, members=_members(lead, records[LEAD].members, workers))
     if len(records) == shards:
-        own = every[shard]
-        return structs.replace(own, decisions=lead.decisions, members=lead.members)
+        return structs.replace(every[shard], members=lead.members)
     clocks, ahead = dict[int, int](), dict[int, int]()
     for each in every:
         for rank, clock in each.clocks:

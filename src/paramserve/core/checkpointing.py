@@ -24,7 +24,7 @@ from msgspec import structs
 
 from paramserve.config import CheckpointPlan, is_trained
 from paramserve.core.cluster_state import ClusterState
-from paramserve.core.cut import LEAD
+from paramserve.core.decisions import LEAD
 from paramserve.core.flush import FLUSH_LIMIT_MAX_S
 from paramserve.core.leases import Marks
 from paramserve.errors import CheckpointError, shown

@@ -102,8 +102,12 @@ def cannot_fail(step: Step, parts: list[Part]) -> bool:
     return not may_fail and largest(parts, step) < math.inf
 
 
-def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
-    """What this shard can say about these contributions; prepares their update."""
+def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: int) -> Vote:
+    """What this shard can say about these contributions; prepares their update.
+
+    Args:
+        known: the last entry of the decision log that this shard has applied.
+    """
     epoch, pending = state.at(state.committed), state.collect.pending
     state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]
@@ -165,7 +169,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...]) -> Vote:
         finite,
         skip,
         weights,
-        state.members.number,
+        known,
         clip,
         squared,
         refusal,

@@ -1,12 +1,13 @@
 """Sync over several shards: collect on each, one decision by the lead, commit on all.
 
-A shard that holds a clock's gradients tells the group's lead shard (`Vote`); the lead answers all
-with one `Commit`; only then does a value change. Whatever could differ between shards (a worker
-that died between two of its messages, a NaN, clipping by the global norm, a hyper-parameter that
-does not match, a step that a shard refuses) is decided here, once. One shard is its own lead.
+A shard that holds a clock's gradients tells the lead shard (`Vote`); the lead appends one `Commit`
+to the decision log (`core.decisions`); only then does a value change. Whatever could differ between
+shards (a worker that died between two of its messages, a NaN, clipping by the global norm, a
+hyper-parameter that does not match, a step that a shard refuses) is decided here, once. One shard
+is its own lead.
 
-Both messages may be lost, repeated or late: `Vote` is repeated until its `Commit` arrives, and a
-`Vote` for the clock committed last is answered with that `Commit` again.
+A `Vote` may be lost, repeated or late: it is repeated until its `Commit` arrives, and ignored when
+its clock is decided.
 
 A worker that is started again may find its own gradients of the present clock on some shards and
 not on others. Then it pushes them again to all. A shard that has told the lead of the older ones
@@ -33,11 +34,6 @@ from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, V
 NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
 CLIP_EPSILON = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
-
-
-def lead_of(group: int, shards: int) -> int:
-    """The shard that decides for a group: spread over the shards, known to all without asking."""
-    return group % shards
 
 
 class Contribution(Struct, eq=False):
@@ -148,18 +144,18 @@ class Lead:
 
     def on_vote(
         self, vote: Vote, clock: int, epoch: PolicyEpoch, enough: Callable[[frozenset[int]], bool]
-    ) -> list[tuple[int, Commit | Prepare]]:
-        """Take one shard's `Vote`; return what to send to which shard.
+    ) -> Commit | list[tuple[int, Prepare]]:
+        """Take one shard's `Vote`.
 
         Args:
             vote: from any shard, this one included.
-            clock: the first clock that is not committed yet.
+            clock: the first clock that is not decided yet.
             epoch: the policy of that clock.
             enough: whether it may be decided with only these contributors, where the shards have
                 more, but not the same. If not, more of them are on their way to all.
+        Returns:
+            The decision, or what to send to which shard before there can be one.
         """
-        if self.last is not None and vote.clock == self.last.clock:
-            return [(vote.shard, self.last)]
         if vote.clock != clock:
             return []
         repeated = vote.shard in self._votes
@@ -172,7 +168,10 @@ class Lead:
         sets = [frozenset(each.contributors) for each in self._votes.values()]
         agreed = frozenset.intersection(*sets)
         if sets.count(agreed) == len(sets):
-            return self._commit(epoch)
+            parts = [self._votes[shard] for shard in sorted(self._votes)]
+            self._votes = {}
+            self.last = decide(parts, epoch)
+            return self.last
         if not enough(agreed):
             return []
         proposal = Prepare(vote.group, clock, tuple(sorted(agreed)))
@@ -181,19 +180,9 @@ class Lead:
             del self._votes[shard]
         return [(shard, proposal) for shard in sorted(differing)]
 
-    def has_decided(self, clock: int) -> bool:
-        """Whether a clock is decided already, though its commit may wait here."""
-        return self.last is not None and self.last.clock >= clock
-
     def forget_votes(self) -> None:
         """The group has other members: all shards vote again."""
         self._votes = {}
-
-    def _commit(self, epoch: PolicyEpoch) -> list[tuple[int, Commit | Prepare]]:
-        parts = [self._votes[shard] for shard in sorted(self._votes)]
-        self._votes = {}
-        self.last = decide(parts, epoch)
-        return [(shard, self.last) for shard in range(self._shards)]
 
 
 def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:

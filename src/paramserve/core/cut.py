@@ -38,6 +38,7 @@ from msgspec import structs
 
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
+from paramserve.core.decisions import LEAD
 from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
 from paramserve.core.flush import AHEAD_LIMIT_S, NO_GROUP, Flush, limit_s
 from paramserve.core.group import GroupMachine
@@ -45,7 +46,6 @@ from paramserve.core.replies import refusal
 from paramserve.core.shard_sessions import Answer, Sessions, ShardSession
 from paramserve.errors import Overloaded, UnknownName
 from paramserve.messages import (
-    Commit,
     CutAsk,
     CutAt,
     CutDone,
@@ -77,8 +77,6 @@ FIX = (
     "look for a worker that stands still; if none does, pushes take too long: "
     "take more servers, or a faster rule"
 )
-LEAD = 0
-"""The shard that decides about cuts."""
 GONE_S = 1.0
 """A client without a rank that has had no connection for this long is not waited for: it may never
 send what other shards have of it."""
@@ -197,10 +195,10 @@ class CutAgreement:
         rest = self._ahead and self._sessions.in_call(session.rank, session.client, seq - 1)
         return rest or seq <= self._clients.get(session.client, 0)
 
-    def allows_commit(self, commit: Commit) -> bool:
-        """Whether a clock may be committed while the shard stops. Ahead of the cut it is one of a
-        call that has begun."""
-        return self._ahead or commit.clock < self._clocks.get(commit.group, 0)
+    def allows_commit(self, group: int, clock: int) -> bool:
+        """Whether a clock may be decided and committed while the shard stops. Ahead of the cut it
+        is one of a call that has begun."""
+        return self._ahead or clock < self._clocks.get(group, 0)
 
     def _within_calls(self) -> bool:
         """Whether a client has begun a call, and not ended it."""

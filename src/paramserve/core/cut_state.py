@@ -23,7 +23,7 @@ class GroupRecord(Struct, frozen=True):
         committed: the first clock that is not committed.
         policies: (first clock, policy), in order; `changes`: what the clients were told of them.
         changing: a change that the lead was asked for and that is not decided: (number, policy).
-        members: (rank, client, number of its request, clock), by the shard's `decisions`-th one.
+        members: (rank, client, number of its request, clock).
         clocks: (rank, steps that it has finished), of all that were ever waited for.
         staleness: (rank, pushes, total, largest).
         marks: (client, lease, samples): how much of its leased samples is in the values.
@@ -42,7 +42,6 @@ class GroupRecord(Struct, frozen=True):
     policies: tuple[tuple[int, ConsistencySpec], ...]
     changes: tuple[GroupPolicy, ...]
     changing: tuple[int, ConsistencySpec] | None
-    decisions: int
     members: tuple[tuple[int, int, int, int], ...]
     clocks: tuple[tuple[int, int], ...]
     slowest: int
@@ -99,7 +98,6 @@ def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord
         tuple((each.clock, spec(each.policy)) for each in (changes.first, *changes.later)),
         tuple(changes.taken),
         (changing.number, changing.policy) if changing is not None and undecided else None,
-        members.number,
         tuple((rank, *by) for rank, by in sorted(members.joined.items())),
         tuple(sorted(members.every_clock().items())),
         members.slowest,

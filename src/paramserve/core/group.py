@@ -3,7 +3,7 @@
 Steps, messages of other shards, changes of the membership and time come in. A step is answered at
 once, or is held; everything else that is to be done is put into the outbox, which the shard works
 off. `core.commit` says how shards agree on a synchronous clock, `core.policy_changes` how they do
-on the clock of a new policy.
+on the clock of a new policy; what is agreed on comes in the order of the decision log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paramserve.config import NO_RANK
 from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
 from paramserve.core import collecting, group_waits, policy_calls, stepping
 from paramserve.core.block import ShardBlock
-from paramserve.core.commit import Contribution, Lead, lead_of
+from paramserve.core.commit import Contribution, Lead
+from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send, Stop
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_state import GroupState, Proposed
@@ -31,11 +32,11 @@ from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,
+    Decision,
     Done,
     GroupMembership,
     JoinGroup,
     Member,
-    MembershipKnown,
     Pause,
     Paused,
     PeerMessage,
@@ -61,6 +62,7 @@ class GroupMachine:
         shard: number of this shard, of `shards`.
         resend_s: after which a message to another shard is sent again.
         policies: classes by name that the owner registered, besides the built-in ones.
+        decisions: the log on this shard.
         outbox: takes what the shard is to do, in order.
     """
 
@@ -72,22 +74,23 @@ class GroupMachine:
         shards: int,
         resend_s: float,
         policies: Mapping[str, Any],
+        decisions: DecisionLog,
         replies: Replies,
         outbox: deque[GroupEffect],
     ) -> None:
         self.state = state
         self.shard = shard
         self.shards = shards
-        self.leader = lead_of(state.id, shards)
-        self.lead = Lead(shards) if self.leader == shard else None
-        """Set on the group's lead shard only."""
-        self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, outbox)
-        self.membership = MembershipAgreement(state, shard, shards, resend_s, outbox, self.lead)
+        self.lead = Lead(shards) if decisions.leads else None
+        """Set on the lead shard only."""
+        self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, decisions, outbox)
+        self.membership = MembershipAgreement(state, decisions, outbox)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self._resend_s = resend_s
+        self._decisions = decisions
         self._replies = replies
         self._outbox = outbox
         self._looking = False
@@ -378,8 +381,7 @@ class GroupMachine:
         state = self.state
         state.now = now
         state.members_changed(members, live)
-        if self.membership.members_changed():
-            self._forget_votes()
+        self.membership.members_changed()
         self._go_on()
 
     def _go_on(self) -> None:
@@ -436,16 +438,12 @@ class GroupMachine:
     def join_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, make a rank a member from the clock under way on."""
         self.state.now = now
-        if self.membership.join(rank, client, seq):
-            self._forget_votes()
-            self._go_on()
+        self.membership.join(rank, client, seq)
 
     def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, end a rank's membership."""
         self.state.now = now
-        if self.membership.suspend(rank, client, seq):
-            self._forget_votes()
-            self._go_on()
+        self.membership.suspend(rank, client, seq)
 
     def _forget_votes(self) -> None:
         """Other members decide the present clock: all shards vote again."""
@@ -455,9 +453,7 @@ class GroupMachine:
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
-        return group_waits.waiting(
-            self.state, self.waiting.get(client), shard=self.shard, leader=self.leader
-        )
+        return group_waits.waiting(self.state, self.waiting.get(client), shard=self.shard)
 
     # --- synchronous clocks ----------------------------------------------------------------------
 
@@ -577,14 +573,14 @@ class GroupMachine:
 
     def _send_vote(self, contributors: tuple[int, ...], failed: PolicyFailed | None = None) -> None:
         collect = self.state.collect
-        vote = collecting.vote(self.state, self.shard, contributors)
+        vote = collecting.vote(self.state, self.shard, contributors, self._decisions.number)
         if failed is not None and not vote.refusal:
             text = (type(failed).__name__, failed.failed, failed.fix)
             vote = structs.replace(vote, refusal=text)
         collect.sent = vote
         collect.due = None
         collect.repeat_at = self.state.now + self._resend_s
-        self._outbox.append(Send(self.leader, vote))
+        self._outbox.append(Send(LEAD, vote))
 
     def _repeat_vote(self, sent: Vote) -> None:
         """Tell the lead again. Proposals of before may have made each shard's part smaller in
@@ -595,18 +591,21 @@ class GroupMachine:
             self._send_vote(clients)
             return
         collect.repeat_at = self.state.now + self._resend_s
-        self._outbox.append(Send(self.leader, sent))
+        self._outbox.append(Send(LEAD, sent))
 
     def _on_vote(self, message: Vote) -> None:
         if self.lead is None:
             return
-        epoch = self.state.at(self.state.committed)
-        if message.clock == self.state.committed and message.members < self.state.members.number:
-            self.membership.tell(message.shard)
-            return
+        if message.known < self.membership.newest:
+            return  # It is by other members; the shard votes again when it knows these.
+        state = self.state
+        epoch = state.at(state.committed)
         enough = partial(self._enough, epoch)
-        for shard, answer in self.lead.on_vote(message, self.state.committed, epoch, enough):
-            self._outbox.append(Send(shard, answer))
+        decided = self.lead.on_vote(message, state.committed, epoch, enough)
+        if isinstance(decided, Commit):
+            self._decisions.append(decided, state.now)
+        else:
+            self._outbox.extend([Send(shard, proposal) for shard, proposal in decided])
 
     def _enough(self, epoch: PolicyEpoch, clients: frozenset[int]) -> bool:
         """Whether a clock that need not wait for all members may be decided with only these."""
@@ -637,7 +636,7 @@ class GroupMachine:
             agreed = tuple([c for c in collect.clients() if c in message.contributors])
             if collect.sent is not None and collect.sent.contributors == agreed:
                 # The lead may decide by it now: the update that was prepared for it is kept.
-                self._outbox.append(Send(self.leader, collect.sent))
+                self._outbox.append(Send(LEAD, collect.sent))
             else:
                 self._send_vote(agreed)
 
@@ -670,15 +669,7 @@ class GroupMachine:
                 continue
             answer = self._after_commit(commit, each, session.held, failure)
             self._outbox.append(Reply(session, self._with_news(session, answer)))
-        self._settle()
         self.look_again()
-
-    def _settle(self) -> None:
-        """Take a decision about the members that waited for this clock."""
-        self.membership.join_behind()
-        if self.membership.settle():
-            self._forget_votes()
-            self._go_on()
 
     def _after_commit(
         self, commit: Commit, each: Contribution, held: Request, failure: ParamServeError | None
@@ -733,24 +724,27 @@ class GroupMachine:
                 self._on_vote(message)
             case Prepare():
                 self._on_prepare(message)
-            case Commit():
-                self._on_commit(message)
-            case GroupMembership():
-                if self.membership.on_decision(message):
-                    self._forget_votes()
-                    self._go_on()
-            case MembershipKnown():
-                self.membership.on_known(message)
             case Pause():
                 if self.policies.on_pause(message, window):
                     self.look_again()
             case Paused():
                 self.policies.on_paused(message)
+        self.replan()
+
+    def apply(self, decision: Decision, now: float) -> None:
+        """The next entry of the decision log that is about this group."""
+        self.state.now = now
+        match decision:
+            case Commit():
+                self._on_commit(decision)
+            case GroupMembership():
+                self.membership.on_decision(decision)
+                self._forget_votes()
+                self._go_on()
             case Switch():
-                if self.policies.on_switch(message):
-                    self._settle()
-                    self._maybe_vote()
-                    self.look_again()
+                self.policies.on_switch(decision)
+                self._maybe_vote()
+                self.look_again()
         self.replan()
 
     def deadline_reached(self, now: float) -> None:
@@ -763,17 +757,16 @@ class GroupMachine:
             collect.due = None
             self._maybe_vote()
         self.policies.deadline_reached(now)
-        self.membership.deadline_reached(now)
         self.replan()
 
     def replan(self) -> None:
         """Set `deadline`; the only shard is its own lead, and repeats nothing."""
         collect = self.state.collect
-        due, policies, members = collect.due, self.policies, self.membership
+        due, policies = collect.due, self.policies
         if self.shards > 1:
             if collect.sent is not None and (due is None or collect.repeat_at < due):
                 due = collect.repeat_at
-            if policies.changing is not None or self.state.changes.paused or members.unacknowledged:
-                times = policies.deadlines() + members.deadlines()
+            if policies.changing is not None or self.state.changes.paused:
+                times = policies.deadlines()
                 due = min(times if due is None else [*times, due], default=None)
         self.deadline = due

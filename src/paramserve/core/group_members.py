@@ -20,8 +20,8 @@ class JoinedBy(NamedTuple):
 class GroupMembers:
     """The members of one group, with their clocks.
 
-    The group's lead shard decides who is a member (`core.group_membership`); a live one is waited
-    for, and has a clock here.
+    The lead shard decides who is a member (`core.group_membership`); a live one is waited for, and
+    has a clock here.
 
     Args:
         ranks: members from the beginning: those that the cluster was started with.
@@ -29,8 +29,6 @@ class GroupMembers:
     """
 
     def __init__(self, ranks: Iterable[int], live: Sequence[int]) -> None:
-        self.number = 0
-        """Decisions of the lead so far."""
         self.joined: Mapping[int, JoinedBy] = dict.fromkeys(ranks, JoinedBy(0, 0, 0))
         """The members by rank, live or not."""
         self.clocks: dict[int, int] = {}
@@ -57,24 +55,19 @@ class GroupMembers:
         self.live = live
         self._recount(start, {})
 
-    def decided(self, number: int, joined: Mapping[int, JoinedBy], start: int) -> None:
+    def decided(self, joined: Mapping[int, JoinedBy], start: int) -> None:
         """The lead has decided who is a member, by rank. The others' clocks stay."""
         new = {rank: by.clock for rank, by in joined.items() if by != self.joined.get(rank)}
-        self.number = number
         self.joined = joined
         self._recount(start, new)
 
     def restore(
-        self,
-        number: int,
-        joined: Mapping[int, JoinedBy],
-        clocks: Mapping[int, int],
-        slowest: int,
+        self, joined: Mapping[int, JoinedBy], clocks: Mapping[int, int], slowest: int
     ) -> None:
         """Take over members and clocks of before; ranks that are not live may come back. The
         members may be those of the lead, whose last decision had not come here: no member is behind
         the clock at which it began."""
-        self.number, self.joined, self.slowest = number, joined, slowest
+        self.joined, self.slowest = joined, slowest
         self.clocks, self._left = {}, dict(clocks)
         self._passed = {rank: by.clock for rank, by in joined.items() if by.clock}
         self._recount(0, {rank: by.clock for rank, by in joined.items()})

@@ -1,11 +1,9 @@
-"""How all shards agree on who is a member of a group: its lead shard decides.
+"""How all shards agree on who is a member of a group: the lead shard decides.
 
 A rank joins or suspends its membership with a numbered request to every shard. The lead decides
-when it executes the request, and tells the others (`GroupMembership`), until each has said that it
-knows. Where gradients are collected the decision holds from the lead's undecided clock on: the lead
-counts no vote of a shard that does not know it yet. So a clock has the same members everywhere.
-While a clock is decided and not committed on the lead, as it stops for a cut, a rank that joins
-waits for the commit.
+when it executes the request, and appends the members to the decision log (`core.decisions`): so
+they hold behind the clocks decided before, on every shard. The lead counts no vote of a shard that
+does not know the newest of these decisions: so a clock has the same members everywhere.
 
 A group that is defined later has the members that the first one has then, besides the ranks that
 the cluster was started with: else those that step both would wait for an added rank in one of them,
@@ -21,11 +19,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from paramserve.core.commit import Lead, lead_of
-from paramserve.core.events import EnterGroups, GroupEffect, Send
+from paramserve.core.decisions import DecisionLog
+from paramserve.core.events import EnterGroups, GroupEffect
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
-from paramserve.messages import GroupMembership, MembershipKnown
+from paramserve.messages import GroupMembership
 
 
 class MembershipAgreement:
@@ -33,147 +31,70 @@ class MembershipAgreement:
 
     Args:
         state: the group.
-        shard: number of this shard, of `shards`.
-        resend_s: after which a decision that a shard does not know is sent again.
+        decisions: the log on this shard.
         outbox: takes what the shard is to do.
-        clocks: on the lead, its decisions about clocks.
     """
 
     def __init__(
-        self,
-        state: GroupState,
-        shard: int,
-        shards: int,
-        resend_s: float,
-        outbox: deque[GroupEffect],
-        clocks: Lead | None,
+        self, state: GroupState, decisions: DecisionLog, outbox: deque[GroupEffect]
     ) -> None:
-        self._state = state
-        self._shard = shard
-        self._lead = lead_of(state.id, shards)
-        self.unacknowledged: dict[int, None] = {}
-        """On the lead: the shards that are not known to go by the newest decision."""
-        self._holds_from = 0
-        """On the lead: its undecided clock when it decided last."""
-        self._others = [each for each in range(shards) if each != shard]
-        self._resend_s = resend_s
-        self._repeat_at = 0.0
-        self._next: GroupMembership | None = None
-        """A decision that holds from a clock on which this shard has not come to."""
+        self.newest = 0
+        """The number of the newest decision that has been applied here."""
         self.entering: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         """By rank: the client that has joined, with which request, and the groups where it is a
         member when its first step is answered."""
+        self._state = state
+        self._decisions = decisions
         self._outbox = outbox
-        self._clocks = clocks
-        self._joining: dict[int, tuple[int, int]] = {}
-        """On the lead: by rank that joins behind a clock that is decided, the client and its
-        request."""
 
     # --- what the lead decides -------------------------------------------------------------------
 
     def begin(self, added: Mapping[int, JoinedBy], now: float) -> None:
         """The group is new and not the first, and these are members besides the ranks that the
-        cluster was started with: on the lead a decision, also without any, since others may have
-        heard of more than it; they take theirs for what it will be."""
+        cluster was started with: on the lead a decision, also without any, since others may know
+        of more than it; they take theirs for what it will be."""
         self._state.now = now
         members = self._state.members
         joined = {**members.joined, **added}
-        if self._clocks is None:
-            members.decided(members.number, joined, self._state.start)
-        else:
+        if self._decisions.leads:
             self._decide(joined)
+        else:
+            members.decided(joined, self._state.start)
 
-    def join(self, rank: int, client: int, seq: int) -> bool:
-        """On the lead, make a live rank a member, as this request of a client asks; whether the
-        decision is new."""
-        state = self._state
-        if self._clocks is None or state.members.knows(rank, client, seq, member=True):
-            return False
-        if self._clocks.has_decided(state.committed):
-            self._joining[rank] = client, seq
-            return False
-        clock = state.members.clock_of(rank, state.start)
-        return self._decide({**state.members.joined, rank: JoinedBy(client, seq, clock)})
+    def join(self, rank: int, client: int, seq: int) -> None:
+        """On the lead, make a live rank a member, as this request of a client asks."""
+        members = self._state.members
+        if self._decisions.leads and not members.knows(rank, client, seq, member=True):
+            clock = members.clock_of(rank, self._state.start)
+            self._decide({**members.joined, rank: JoinedBy(client, seq, clock)})
 
-    def suspend(self, rank: int, client: int, seq: int) -> bool:
-        """On the lead, end a rank's membership, as this request of a client asks; whether the
-        decision is new."""
-        self._joining.pop(rank, None)
-        joined = self._state.members.joined
-        known = self._state.members.knows(rank, client, seq, member=False)
-        if self._shard != self._lead or known:
-            return False
-        return self._decide({each: by for each, by in joined.items() if each != rank})
+    def suspend(self, rank: int, client: int, seq: int) -> None:
+        """On the lead, end a rank's membership, as this request of a client asks."""
+        members = self._state.members
+        if self._decisions.leads and not members.knows(rank, client, seq, member=False):
+            self._decide({each: by for each, by in members.joined.items() if each != rank})
 
-    def members_changed(self) -> bool:
-        """Forget who has ended; on the lead, end their memberships. Whether the decision is new."""
+    def members_changed(self) -> None:
+        """Forget who has ended; on the lead, end their memberships."""
         members = self._state.members
         for rank in [each for each in self.entering if each not in members.live]:
             del self.entering[rank]
         left = {rank: by for rank, by in members.joined.items() if rank in members.live}
-        if self._shard != self._lead or len(left) == len(members.joined):
-            return False
-        return self._decide(left)
+        if self._decisions.leads and len(left) < len(members.joined):
+            self._decide(left)
 
-    def join_behind(self) -> None:
-        """The clock is committed that was decided without ranks that join."""
-        for rank, (client, seq) in self._joining.items():
-            self._outbox.append(EnterGroups(rank, client, seq, (self._state.id,)))
-        self._joining = {}
+    def _decide(self, joined: Mapping[int, JoinedBy]) -> None:
+        entries = tuple((rank, *by) for rank, by in sorted(joined.items()))
+        self._decisions.append(GroupMembership(self._state.id, entries), self._state.now)
 
-    def _decide(self, joined: dict[int, JoinedBy]) -> bool:
+    def on_decision(self, decision: GroupMembership) -> None:
+        """Go by the lead's decision."""
         state = self._state
-        self._holds_from = state.committed
-        self.unacknowledged.update(dict.fromkeys(self._others))
-        state.members.decided(state.members.number + 1, joined, state.start)
-        self._tell_all()
-        return True
-
-    def _tell_all(self) -> None:
-        self._repeat_at = self._state.now + self._resend_s
-        for shard in self.unacknowledged:
-            self.tell(shard)
-
-    def tell(self, shard: int) -> None:
-        """Send the newest decision to a shard."""
-        state, members = self._state, self._state.members
-        entries = tuple((rank, *by) for rank, by in sorted(members.joined.items()))
-        message = GroupMembership(state.id, members.number, self._holds_from, entries)
-        self._outbox.append(Send(shard, message))
-
-    def on_known(self, message: MembershipKnown) -> None:
-        """On the lead: a shard goes by a decision."""
-        if message.number >= self._state.members.number:
-            self.unacknowledged.pop(message.shard, None)
-
-    # --- what the others know --------------------------------------------------------------------
-
-    def on_decision(self, message: GroupMembership) -> bool:
-        """Take the lead's decision, as soon as it holds here; whether it does, and is new."""
-        newest = max(self._state.members.number, self._next.number if self._next else 0)
-        if message.number > newest:
-            self._next = message
-        elif self._next is None:
-            self._acknowledge()
-        return self.settle()
-
-    def settle(self) -> bool:
-        """Go by a decision whose clock has come; whether there was one."""
-        message, state = self._next, self._state
-        if message is None or state.committed < message.clock:
-            return False
-        self._next = None
-        joined = {rank: JoinedBy(*by) for rank, *by in message.members}
-        # Members that wait for it may be further here than on the lead, but on no shard further
-        # than its own first step, so it begins where the lead has said.
-        start = state.start if state.collects else 0
-        state.members.decided(message.number, joined, start)
-        self._acknowledge()
-        return True
-
-    def _acknowledge(self) -> None:
-        message = MembershipKnown(self._state.id, self._state.members.number, self._shard)
-        self._outbox.append(Send(self._lead, message))
+        self.newest = self._decisions.number
+        joined = {rank: JoinedBy(*by) for rank, *by in decision.members}
+        # Elsewhere the shards have the clocks of members that do not wait for each other: a rank
+        # that joins begins where the lead has said.
+        state.members.decided(joined, state.start if state.collects else 0)
 
     # --- further groups --------------------------------------------------------------------------
 
@@ -196,14 +117,3 @@ class MembershipAgreement:
         if found is not None and found[0] == client:
             del self.entering[rank]
             self._outbox.append(EnterGroups(rank, *found))
-
-    # --- time ------------------------------------------------------------------------------------
-
-    def deadline_reached(self, now: float) -> None:
-        """Repeat what a shard does not know."""
-        if self.unacknowledged and self._repeat_at <= now:
-            self._tell_all()
-
-    def deadlines(self) -> list[float]:
-        """When to repeat."""
-        return [self._repeat_at] if self.unacknowledged else []

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from paramserve.consistency.base import Pull, Wait
 from paramserve.core import policy_calls
+from paramserve.core.decisions import LEAD
 from paramserve.core.group_state import GroupState
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.errors import PolicyFailed
 from paramserve.messages import CURRENT_CLOCK, Step, Waiting
 
 
-def waiting(state: GroupState, session: ShardSession | None, *, shard: int, leader: int) -> Waiting:
+def waiting(state: GroupState, session: ShardSession | None, *, shard: int) -> Waiting:
     """What a client waits for on one shard.
 
     Args:
         session: the client's, if its held request waits for the group and is not collected.
         shard: number of this shard.
-        leader: of the group's lead shard.
     """
-    reason, ranks = _why(state, session, shard, leader)
+    reason, ranks = _why(state, session, shard)
     clocks = state.members.clocks
     missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
     held = bool(state.collect.pending) or (session is not None and session.held is not None)
@@ -30,7 +30,7 @@ def waiting(state: GroupState, session: ShardSession | None, *, shard: int, lead
 
 
 def _why(
-    state: GroupState, session: ShardSession | None, shard: int, leader: int
+    state: GroupState, session: ShardSession | None, shard: int
 ) -> tuple[str, tuple[int, ...]]:
     """The reason in words, and the ranks that are waited for."""
     if session is not None and session.held is not None:
@@ -39,13 +39,13 @@ def _why(
             step.clock == CURRENT_CLOCK and session.rank not in state.members.clocks
         ):
             return (
-                f"shard {shard} waits for the decision of shard {leader} whether "
+                f"shard {shard} waits for the decision of shard {LEAD} whether "
                 f"rank {session.rank} is a member",
                 (),
             )
         if state.changes.paused is not None:
             return (
-                f"shard {shard} waits for the change of policy on shard {leader}",
+                f"shard {shard} waits for the change of policy on shard {LEAD}",
                 (),
             )
         clock = step.clock + step.tick
@@ -60,7 +60,7 @@ def _why(
         )
     collect = state.collect
     if collect.sent is not None:
-        return f"shard {shard} waits for the decision of shard {leader}", ()
+        return f"shard {shard} waits for the decision of shard {LEAD}", ()
     if collect.pending:
         absent = tuple(rank for rank in sorted(state.members.clocks) if rank not in collect.pending)
         return "the clock waits for its slowest workers", collect.missing or absent

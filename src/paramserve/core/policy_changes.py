@@ -4,7 +4,8 @@ The lead shard asks all to pause (`Pause`): each holds the steps that no worker 
 says which is the first of them (`Paused`). The change takes effect behind all of these, and so far
 behind that every client hears of it in an answer before it can send a step of that clock: an answer
 to a held step carries the news, and no client has more than its window of requests on the way.
-All messages may be lost or repeated: both sides repeat theirs until the other has answered.
+That clock is an entry of the decision log (`core.decisions`). `Pause` and `Paused` may be lost or
+repeated: both sides repeat theirs until it is there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserve.config import ConsistencySpec
+from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core import policy_calls
-from paramserve.core.commit import lead_of
+from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import GroupEffect, Send
 from paramserve.core.group_state import GroupState
 from paramserve.errors import ParamServeError, ProtocolError, UnknownRule
@@ -40,19 +42,15 @@ class Changing:
         """Shards that have not paused."""
         return [shard for shard in range(self.shards) if shard not in self.told]
 
-    def on_paused(self, message: Paused) -> Mapping[int, Switch]:
-        """Take one shard's answer; what to send to which shard."""
-        if message.number != self.number:
-            return {}
-        if self.decided is not None:
-            return {message.shard: Switch(self.decided)}
+    def on_paused(self, message: Paused) -> Switch | None:
+        """Take one shard's answer; the decision, if it is the last one."""
         self.told[message.shard] = message
         if self.missing():
-            return {}
+            return None
         first = max(each.clock for each in self.told.values())
         window = max(each.window for each in self.told.values())
         self.decided = GroupPolicy(message.group, self.number, first + window, self.policy)
-        return dict.fromkeys(range(self.shards), Switch(self.decided))
+        return Switch(self.decided)
 
     def pauses(self, group: int) -> Mapping[int, Pause]:
         """What to send to those that have not answered."""
@@ -69,6 +67,7 @@ class PolicyAgreement:
         shard: number of this shard, of `shards`.
         resend_s: after which a message to another shard is sent again.
         policies: classes by name that the owner registered, besides the built-in ones.
+        decisions: the log on this shard.
         outbox: takes what the shard is to send.
     """
 
@@ -79,6 +78,7 @@ class PolicyAgreement:
         shards: int,
         resend_s: float,
         policies: Mapping[str, Any],
+        decisions: DecisionLog,
         outbox: deque[GroupEffect],
     ) -> None:
         self.changing: Changing | None = None
@@ -86,9 +86,9 @@ class PolicyAgreement:
         self._state = state
         self._shard = shard
         self._shards = shards
-        self._leader = lead_of(state.id, shards)
         self._resend_s = resend_s
         self._policies = policies
+        self._decisions = decisions
         self._outbox = outbox
 
     def propose(self, message: SetPolicy) -> None:
@@ -108,7 +108,7 @@ class PolicyAgreement:
             ) from None
         policy_calls.check(policy, len(state.members.clocks))
         check_table_policy(state.name, policy, state.table is not None)
-        if self._leader != self._shard:
+        if not self._decisions.leads:
             return
         changing = self.changing
         if changing is not None and not self._is_over(changing):
@@ -159,43 +159,44 @@ class PolicyAgreement:
 
     def _tell_paused(self, paused: Paused) -> None:
         self._state.changes.repeat_at = self._state.now + self._resend_s
-        self._outbox.append(Send(self._leader, paused))
+        self._outbox.append(Send(LEAD, paused))
 
     def on_paused(self, message: Paused) -> None:
-        """On the lead shard: one shard has paused, or has not heard of the decision."""
-        if self._leader != self._shard or not 0 <= message.shard < self._shards:
+        """On the lead shard: one shard has paused, or does not know the decision yet."""
+        if not self._decisions.leads or not 0 <= message.shard < self._shards:
             return
-        changing = self.changing
-        known = (each for each in self._state.changes.taken if each.number == message.number)
-        decided = next(known, None)
-        if decided is not None:  # also of a change before the newest, which that shard has missed
-            self._outbox.append(Send(message.shard, Switch(decided)))
-        elif changing is not None and changing.number == message.number:
-            for shard, switch in changing.on_paused(message).items():
-                self._outbox.append(Send(shard, switch))
+        changing, state = self.changing, self._state
+        if message.number <= state.changes.number:
+            return  # It is decided, and on its way.
+        if changing is not None and changing.number == message.number:
+            switch = changing.on_paused(message)
+            if switch is not None:
+                self._decisions.append(switch, state.now)
         else:
             unknown = Pause(message.group, message.number, unknown=True)
             self._outbox.append(Send(message.shard, unknown))
 
-    def on_switch(self, message: Switch) -> bool:
-        """Take the lead's decision; False if it was known before.
+    def build(self, switch: Switch) -> Policy:
+        """The policy that the lead has decided for.
 
         Raises:
-            ProtocolError: the policy cannot be built here: no lead has checked it.
+            ProtocolError: it cannot be built here: no lead has checked it.
         """
-        state, change = self._state, message.change
-        if change.number != state.changes.number + 1:
-            return False
+        spec = switch.change.policy
         try:
-            policy = build_policy(change.policy, self._policies)
+            return build_policy(spec, self._policies)
         except (ParamServeError, ValueError, TypeError) as error:
             raise ProtocolError(
-                f"a switch of group {state.name!r} to {change.policy.name} was refused: {error}",
+                f"a switch of group {self._state.name!r} to {spec.name} was refused: {error}",
                 fix="run the same version on all sides",
             ) from error
-        state.changes.take(change, policy)
-        state.settle()
-        return True
+
+    def on_switch(self, switch: Switch) -> None:
+        """Go by the lead's decision."""
+        state, change = self._state, switch.change
+        if change.number == state.changes.number + 1:
+            state.changes.take(change, self.build(switch))
+            state.settle()
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered."""

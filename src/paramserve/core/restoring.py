@@ -235,7 +235,7 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
     state.now = now
     state.version, state.committed = record.version, record.committed
     joined = {rank: JoinedBy(*by) for rank, *by in record.members}
-    state.members.restore(record.decisions, joined, dict(record.clocks), record.slowest)
+    state.members.restore(joined, dict(record.clocks), record.slowest)
     state.staleness = {rank: Staleness(*each) for rank, *each in record.staleness}
     state.skipped, state.dropped = record.skipped, dict(record.dropped)
     state.marks = {client: (lease, samples) for client, lease, samples in record.marks}

@@ -20,8 +20,9 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.registry import build as build_policy
 from paramserve.consistency.registry import check_table_policy
 from paramserve.core.block import ShardBlock, check_spec
-from paramserve.core.cut import LEAD, CutAgreement
+from paramserve.core.cut import CutAgreement
 from paramserve.core.cut_parts import CutMemory, ShardCut
+from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import (
     CheckpointEnded,
     ClientBye,
@@ -79,13 +80,17 @@ from paramserve.messages import (
     CutDone,
     CutOver,
     CutTo,
+    Decided,
+    Decision,
     Define,
     Delete,
     Done,
     DropCut,
     Fetch,
+    GroupMembership,
     GroupReport,
     JoinGroup,
+    Known,
     Pause,
     PeerMessage,
     Put,
@@ -99,6 +104,7 @@ from paramserve.messages import (
     TakeCut,
     TakeSnapshot,
     Undefine,
+    Vote,
     Waiting,
     Watch,
 )
@@ -158,6 +164,16 @@ class Shard:
         self.cuts = CutAgreement(
             number, shards, self.sessions, self.groups, resend_s, self._outbox, self._freeze
         )
+        self.decisions = DecisionLog(
+            number,
+            shards,
+            resend_s,
+            self._outbox,
+            allows=self._allows,
+            apply=self._apply,
+        )
+        self._undefined: dict[int, GroupMembership] = {}
+        """By group whose define is still on the way: the newest decision about its members."""
         self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
         self._deferred: list[FromShard | ClientBye] = []
         """What has come since the shard stopped for a cut, and would change something."""
@@ -203,6 +219,7 @@ class Shard:
                         block.changes.over(checkpoint, committed=committed)
             case DeadlineReached():
                 self.cuts.deadline_reached(now)
+                self.decisions.deadline_reached(now)
                 for machine in self.groups.values():
                     machine.deadline_reached(now)
                 for client in self.sessions.expired(now):
@@ -211,7 +228,9 @@ class Shard:
             self._work_off()
         if self.cuts.flush is not None and self.cuts.look_at_flush(now):
             self._work_off()
-        deadline = self.cuts.deadline
+        deadline, due = self.cuts.deadline, self.decisions.deadline
+        if due is not None and (deadline is None or due < deadline):
+            deadline = due
         for number in self.groups:
             due = self.groups[number].deadline
             if due is not None and (deadline is None or due < deadline):
@@ -307,6 +326,7 @@ class Shard:
     def _go_on(self) -> None:
         """A cut is over, or more is allowed: do what waits behind it."""
         deferred, self._deferred = self._deferred, []
+        self.decisions.go_on()
         for event in deferred:
             if isinstance(event, FromShard):
                 self._from_shard(event.message)
@@ -331,20 +351,48 @@ class Shard:
         match message:
             case CutAsk() | CutAt() | CutTo() | CutDone() | CutOver():
                 self.cuts.on_message(message, self._now)
-                return
-            case Switch():
-                machine = self.groups.get(message.change.group)
+            case Decided():
+                self.decisions.on_decided(message)
+            case Known():
+                self.decisions.on_known(message.shard, message.number)
             case _:
+                if type(message) is Vote:
+                    self.decisions.on_known(message.shard, message.known)
                 machine = self.groups.get(message.group)
-        if machine is None:
-            return  # Its define is still on the way; the sender repeats.
-        window = self.sessions.window() if type(message) is Pause else 0
-        machine.on_message(message, window, self._now)
+                if machine is not None:  # else its define is on the way, and the sender repeats
+                    window = self.sessions.window() if type(message) is Pause else 0
+                    machine.on_message(message, window, self._now)
 
     def _waits_for_cut(self, message: PeerMessage) -> bool:
-        if isinstance(message, Commit):
-            return not self.cuts.allows_commit(message)
+        """Whether a message would begin something that the cut does not have: the lead decides no
+        clock then."""
+        if isinstance(message, Vote):
+            return not self.cuts.allows_commit(message.group, message.clock)
         return isinstance(message, Pause)
+
+    # --- decisions -------------------------------------------------------------------------------
+
+    def _allows(self, decision: Decision) -> bool:
+        """Whether an entry of the log may be applied now; a commit may be behind a cut.
+
+        Raises:
+            ProtocolError: this shard cannot apply it.
+        """
+        if isinstance(decision, Commit):
+            cuts = self.cuts
+            return not cuts.stops or cuts.allows_commit(decision.group, decision.clock)
+        if isinstance(decision, Switch) and decision.change.group in self.groups:
+            self.groups[decision.change.group].policies.build(decision)
+        return True
+
+    def _apply(self, decision: Decision) -> None:
+        """The log has come to this entry."""
+        group = decision.change.group if isinstance(decision, Switch) else decision.group
+        machine = self.groups.get(group)
+        if machine is not None:
+            machine.apply(decision, self._now)
+        elif isinstance(decision, GroupMembership):
+            self._undefined[group] = decision
 
     # --- clients and members ---------------------------------------------------------------------
 
@@ -595,6 +643,9 @@ class Shard:
                 later = spec.group > 0 and machine.state.collects
                 if added is not None or later:
                     machine.membership.begin(added or {}, self._now)
+                decision = self._undefined.pop(spec.group, None)
+                if decision is not None:
+                    machine.apply(decision, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
@@ -609,6 +660,7 @@ class Shard:
             state.table = None
             if not state.blocks:
                 del self.groups[state.id]
+                self._undefined.pop(state.id, None)
         return Answer(Done(message.seq))
 
     def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
@@ -662,6 +714,7 @@ class Shard:
             shards=self.shards,
             resend_s=self._resend_s,
             policies=self.policies,
+            decisions=self.decisions,
             replies=self._replies,
             outbox=self._outbox,
         )

@@ -20,8 +20,8 @@ from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, w
 from paramserve.client.labels import DIM, decoded
 from paramserve.config import LABELS, is_trained
 from paramserve.consistency.built_in import OWN_STEPS
-from paramserve.core.commit import lead_of
 from paramserve.core.cut_state import GroupRecord
+from paramserve.core.decisions import LEAD
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records
 from paramserve.errors import CheckpointError, UnknownName
@@ -112,8 +112,7 @@ def optimizer_of(
         return array, record.counts
 
     specs = [block.spec for block in groups[name]]
-    lead = records[lead_of(specs[0].group, len(records))]
-    record = next(each for each in lead.groups if each.id == specs[0].group)
+    record = next(each for each in records[LEAD].groups if each.id == specs[0].group)
     _check_servers_step(record)
     blocks = [SavedBlock(spec, partial(fetch, found[spec.block])) for spec in specs]
     notes = [(rank, -clock, note) for rank, clock, note in record.notes]

@@ -15,11 +15,11 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
 
     `refusal` (kind, failed, fix) is None or says why the clock cannot be applied; `skip`: a
     contributor asked to skip; `finite`: whether the gradients are, and their reduced sum; `weight`:
-    the sum of theirs; `members`: number of the `GroupMembership` that it goes by, without which the
-    lead does not count it. With clipping, `squared_norm` is that of this shard's part of the sum of
-    gradients, before `scale`; both are 0 without. `others`: where the policy leaves some out for
-    NaN or Inf, the client and the weight of each that is not left out here, of which alone all that
-    is said; empty: none is left out.
+    the sum of theirs; `known`: the last entry of the decision log that this shard has applied,
+    without the newest members of which the lead does not count the vote. With clipping,
+    `squared_norm` is that of this shard's part of the sum of gradients, before `scale`; both are 0
+    without. `others`: where the policy leaves some out for NaN or Inf, the client and the weight of
+    each that is not left out here, of which alone all that is said; empty: none is left out.
     """
 
     group: int
@@ -29,7 +29,7 @@ class Vote(Struct, frozen=True, array_like=True, tag="vote"):
     finite: bool
     skip: bool
     weight: float
-    members: int
+    known: int
     clip_norm: float = 0.0
     squared_norm: float = 0.0
     refusal: tuple[str, str, str] | None = None
@@ -61,25 +61,38 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
 
 
 class GroupMembership(Struct, frozen=True, array_like=True, tag="membership"):
-    """The lead's decision about who is a member of the group, from `clock` on.
+    """The lead's decision about who is a member of the group, from its undecided clock on; the
+    newest one holds, whole.
 
-    `number` counts its decisions; the newest one holds, whole. `members`: (rank, client that has
-    joined or 0, number of its request, the clock that the rank has begun with). Those that are not
-    live are not waited for.
+    `members`: (rank, client that has joined or 0, number of its request, the clock that the rank
+    has begun with). Those that are not live are not waited for.
     """
 
     group: int
-    number: int
-    clock: int
     members: tuple[tuple[int, int, int, int], ...]
 
 
-class MembershipKnown(Struct, frozen=True, array_like=True, tag="membership-known"):
-    """This shard goes by the lead's decision of this number."""
+class Switch(Struct, frozen=True, array_like=True, tag="switch"):
+    """The lead's decision about a change of policy, the same for all shards."""
 
-    group: int
+    change: GroupPolicy
+
+
+Decision = Commit | GroupMembership | Switch
+
+
+class Decided(Struct, frozen=True, array_like=True, tag="decided"):
+    """An entry of the decision log, from the lead: every shard applies them in this order."""
+
     number: int
+    decision: Decision
+
+
+class Known(Struct, frozen=True, array_like=True, tag="known"):
+    """This shard has applied the decisions up to this number."""
+
     shard: int
+    number: int
 
 
 class Pause(Struct, frozen=True, array_like=True, tag="pause"):
@@ -100,12 +113,6 @@ class Paused(Struct, frozen=True, array_like=True, tag="paused"):
     shard: int
     clock: int
     window: int
-
-
-class Switch(Struct, frozen=True, array_like=True, tag="switch"):
-    """The lead has decided a change of policy, the same for all shards."""
-
-    change: GroupPolicy
 
 
 class CutAsk(Struct, frozen=True, array_like=True, tag="cut-ask"):
@@ -179,14 +186,4 @@ class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
 
 
 CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver
-PeerMessage = (
-    Vote
-    | Prepare
-    | Commit
-    | GroupMembership
-    | MembershipKnown
-    | Pause
-    | Paused
-    | Switch
-    | CutMessage
-)
+PeerMessage = Vote | Prepare | Decided | Known | Pause | Paused | CutMessage

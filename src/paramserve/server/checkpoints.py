@@ -29,8 +29,8 @@ from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import differences
 from paramserve.core.block import ShardBlock
 from paramserve.core.cluster_state import blocks_for
-from paramserve.core.cut import LEAD
 from paramserve.core.cut_parts import ShardCut
+from paramserve.core.decisions import LEAD
 from paramserve.core.restoring import change_policy, restore
 from paramserve.core.shard import Shard
 from paramserve.errors import ParamServeError

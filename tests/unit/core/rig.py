@@ -13,7 +13,16 @@ from paramserve.compiling import needed
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async
-from paramserve.core.events import ClientHere, Effects, Event, FromShard, MembersChanged, Requested
+from paramserve.core.decisions import LEAD
+from paramserve.core.events import (
+    ClientHere,
+    DeadlineReached,
+    Effects,
+    Event,
+    FromShard,
+    MembersChanged,
+    Requested,
+)
 from paramserve.core.replies import gathered
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
@@ -22,6 +31,7 @@ from paramserve.core.table.parts import padded
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
     BlockSpec,
+    Decision,
     Define,
     Done,
     Gradient,
@@ -120,6 +130,11 @@ class Rig:
         """Hand over the oldest message."""
         shard, message = self.wire.pop(0)
         self.happen(FromShard(message), shard)
+
+    def decide(self, decision: Decision) -> None:
+        """The lead decides; what it sends to the others is on the wire."""
+        self.shards[LEAD].decisions.append(decision, self.now)
+        self.happen(DeadlineReached(), LEAD)
 
     def join(self, client: int, rank: int = -1, *, incarnation: int = 1, window: int = 4) -> None:
         """A client connects to all shards."""

@@ -13,7 +13,6 @@ from paramserve.core.commit import (
     CLIP_EPSILON,
     Lead,
     decide,
-    lead_of,
     refusal_of,
 )
 from paramserve.core.policy_epochs import epoch_from
@@ -34,7 +33,7 @@ def commit(*contributors: int, clock: int = 0, scale: float = 1.0) -> Commit:
     return Commit(0, clock, contributors, scale)
 
 
-def told(lead: Lead, message: Vote, clock: int) -> list[tuple[int, Commit | Prepare]]:
+def vote(lead: Lead, message: Vote, clock: int) -> Commit | list[tuple[int, Prepare]]:
     return lead.on_vote(message, clock, epoch_from(0, SUM), lambda clients: True)
 
 
@@ -56,69 +55,59 @@ def test_clock_has_those_that_no_shard_leaves_out() -> None:
 # --- who decides, and when
 
 
-def test_lead_of_spreads_groups() -> None:
-    assert [lead_of(group, 3) for group in range(5)] == [0, 1, 2, 0, 1]
-
-
-def test_lead_unanimous_shards_are_all_told_once() -> None:
+def test_lead_decides_once_when_all_shards_have_voted_alike() -> None:
     lead = Lead(2)
-    assert told(lead, ready(1, 5, 6), 0) == []
-    assert told(lead, ready(0, 5, 6), 0) == [(0, commit(5, 6)), (1, commit(5, 6))]
-
-
-def test_lead_repeated_ready_of_the_last_clock_is_answered_again() -> None:
-    lead = Lead(2)
-    told(lead, ready(1, 5), 0)
-    told(lead, ready(0, 5), 0)
-    assert told(lead, ready(1, 5), 1) == [(1, commit(5))]
+    assert vote(lead, ready(1, 5, 6), 0) == []
+    assert vote(lead, ready(0, 5, 6), 0) == commit(5, 6)
+    assert vote(lead, ready(1, 5, 6), 1) == [], "its shard has the decision from the log"
 
 
 def test_lead_ready_of_another_clock_is_ignored() -> None:
     lead = Lead(2)
-    assert told(lead, ready(0, 5, clock=3), 4) == []
-    assert told(lead, ready(0, 5, clock=5), 4) == []
-    assert told(lead, ready(1, 5, clock=4), 4) == []
+    assert vote(lead, ready(0, 5, clock=3), 4) == []
+    assert vote(lead, ready(0, 5, clock=5), 4) == []
+    assert vote(lead, ready(1, 5, clock=4), 4) == []
 
 
 def test_lead_differing_shards_are_asked_for_the_intersection() -> None:
     lead = Lead(3)
-    told(lead, ready(0, 5, 6), 0)
-    told(lead, ready(1, 5), 0)
+    vote(lead, ready(0, 5, 6), 0)
+    vote(lead, ready(1, 5), 0)
     proposal = Prepare(0, 0, (5,))
-    assert told(lead, ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
-    assert told(lead, ready(2, 5), 0) == []
-    assert [shard for shard, _ in told(lead, ready(0, 5), 0)] == [0, 1, 2]
+    assert vote(lead, ready(2, 5, 7), 0) == [(0, proposal), (2, proposal)]
+    assert vote(lead, ready(2, 5), 0) == []
+    assert vote(lead, ready(0, 5), 0) == commit(5)
 
 
 def test_lead_late_copy_of_an_older_ready_is_asked_again() -> None:
     lead = Lead(2)
-    told(lead, ready(0, 5), 0)
+    vote(lead, ready(0, 5), 0)
     proposal = [(1, Prepare(0, 0, (5,)))]
-    assert told(lead, ready(1, 5, 6), 0) == proposal
-    assert told(lead, ready(1, 5, 6), 0) == proposal
-    assert told(lead, ready(1, 5), 0)[0] == (0, commit(5))
+    assert vote(lead, ready(1, 5, 6), 0) == proposal
+    assert vote(lead, ready(1, 5, 6), 0) == proposal
+    assert vote(lead, ready(1, 5), 0) == commit(5)
 
 
 def test_lead_repeated_ready_asks_the_shards_that_are_silent() -> None:
     lead = Lead(3)
-    assert told(lead, ready(1, 5), 0) == []
+    assert vote(lead, ready(1, 5), 0) == []
     proposal = Prepare(0, 0, (5,))
-    assert told(lead, ready(1, 5), 0) == [(0, proposal), (2, proposal)]
+    assert vote(lead, ready(1, 5), 0) == [(0, proposal), (2, proposal)]
 
 
 def test_lead_shard_that_holds_nothing_leaves_an_empty_commit() -> None:
     lead = Lead(2)
-    told(lead, ready(1, 5), 0)
-    assert told(lead, ready(0), 0) == [(1, Prepare(0, 0, ()))]
-    assert told(lead, ready(1), 0)[0] == (0, commit(scale=0.0))
+    vote(lead, ready(1, 5), 0)
+    assert vote(lead, ready(0), 0) == [(1, Prepare(0, 0, ()))]
+    assert vote(lead, ready(1), 0) == commit(scale=0.0)
 
 
 def test_lead_that_forgets_the_votes_decides_when_all_shards_vote_again() -> None:
     lead = Lead(2)
-    told(lead, ready(1, 5), 0)
+    vote(lead, ready(1, 5), 0)
     lead.forget_votes()
-    assert told(lead, ready(0, 5), 0) == []
-    assert told(lead, ready(1, 5, 6), 0) == [(1, Prepare(0, 0, (5,)))]
+    assert vote(lead, ready(0, 5), 0) == []
+    assert vote(lead, ready(1, 5, 6), 0) == [(1, Prepare(0, 0, (5,)))]
 
 
 # --- what is decided

@@ -8,6 +8,7 @@ from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import cut, shard_sessions
+from paramserve.core.decisions import LEAD
 from paramserve.core.events import (
     CheckpointEnded,
     ClientBye,
@@ -17,7 +18,7 @@ from paramserve.core.events import (
     DeadlineReached,
     FromShard,
 )
-from paramserve.messages import Commit, CutDone, CutTaken
+from paramserve.messages import CutDone, CutTaken, Decided
 
 READERS = range(10, 16)
 
@@ -163,7 +164,7 @@ def test_client_that_ended_around_a_commit_has_its_step_on_all_shards_and_is_not
     commits = []
     while one.wire:
         shard, message = one.wire.pop(0)
-        if isinstance(message, Commit) and shard != cut.LEAD:
+        if isinstance(message, Decided) and shard != LEAD:
             commits.append((shard, message))
         else:
             one.happen(FromShard(message), shard)

@@ -12,7 +12,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, DeadlineReached, FromShard
-from paramserve.messages import Done, SetPolicy, Switch
+from paramserve.messages import Decided, Done, SetPolicy
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def test_shard_that_has_missed_a_change_hears_of_it_although_another_has_begun()
     for shard in (0, 1):
         done(one.send(9, SetPolicy(0, 0, spec(SUM)), shard))
     kept = []
-    while one.wire:  # shard 1 does not hear what the lead has decided
-        kept = [each for each in one.wire if each[0] == 1 and isinstance(each[1], Switch)]
+    while one.wire:  # what the lead has decided is lost on its way to shard 1
+        kept = [each for each in one.wire if each[0] == 1 and isinstance(each[1], Decided)]
         one.wire = [each for each in one.wire if each not in kept]
         if one.wire:
             shard, message = one.wire.pop(0)

@@ -17,10 +17,13 @@ from paramserve.core.replies import gathered
 from paramserve.messages import (
     Assign,
     Commit,
+    Decided,
     Done,
     Gradient,
+    GroupMembership,
     Inquire,
     JoinGroup,
+    Known,
     Prepare,
     Refused,
     Step,
@@ -315,7 +318,7 @@ def test_lost_ready_is_repeated_after_its_deadline() -> None:
     assert values(one) == ([2.0], [2.0])
 
 
-def test_lost_commit_is_given_again() -> None:
+def test_lost_commit_is_sent_again() -> None:
     one = rig()
     both(one, A, 1.0)
     both(one, B, 1.0)
@@ -324,7 +327,8 @@ def test_lost_commit_is_given_again() -> None:
     one.happen(FromShard(ready[1]), 0)
     one.wire.clear()
     assert values(one) == ([2.0], [0.0])
-    one.happen(FromShard(ready[1]), 0)
+    one.now += RESEND_S
+    one.happen(DeadlineReached(), 0)
     one.deliver()
     assert values(one) == ([2.0], [2.0])
 
@@ -334,9 +338,9 @@ def test_repeated_commit_is_applied_once() -> None:
     both(one, A, 1.0)
     both(one, B, 1.0)
     one.deliver()
-    for shard in (0, 1):
-        one.happen(FromShard(Commit(0, 0, (A, B), 1.0)), shard)
+    one.happen(FromShard(Decided(1, Commit(0, 0, (A, B), 1.0))), 1)
     assert values(one) == ([2.0], [2.0])
+    assert one.wire == [(0, Known(1, 1))], "the lead may not know it"
 
 
 def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None:
@@ -344,7 +348,8 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
     both(one, A, 1.0)
     for message in (
         Vote(7, 0, 1, (A,), True, False, 1.0, 0),
-        Commit(0, 5, (A,), 1.0),
+        Decided(9, Commit(0, 5, (A,), 1.0)),
+        Known(7, 5),
         Prepare(0, 5, (A,)),
         Prepare(0, 0, (A,)),
     ):
@@ -431,9 +436,13 @@ def test_vote_by_an_older_decision_about_the_members_is_not_counted() -> None:
     one.happen(DeadlineReached(), 0)
     one.wire = []
     one.happen(FromShard(vote), 0)
-    ((shard, told),) = one.wire
-    assert (shard, told.members[-1]) == (1, (2, joiner, 1, 0)), "the decision, which was lost"
-    assert committed(one) == [0, 0]
+    assert (one.wire, committed(one)) == ([], [0, 0])
+    one.now += RESEND_S
+    one.happen(DeadlineReached(), 0)
+    sent = [message for shard, message in one.wire if shard == 1 and isinstance(message, Decided)]
+    (decision,) = [message.decision for message in sent]
+    assert isinstance(decision, GroupMembership)
+    assert decision.members[-1] == (2, joiner, 1, 0), "it was lost"
     one.deliver()
     assert values(one) == ([1.0], [1.0])
     clocks = dict.fromkeys(range(3), 1)

@@ -1,0 +1,141 @@
+"""The cluster's log of decisions: shard 0 appends, every shard applies in order.
+
+What shards have to agree on is a numbered entry: a clock's commit, a group's members, a group's
+policy. Shard 0, the lead, appends the entry, applies it and sends it to the others (`Decided`).
+They apply entries in the order of the numbers, so that whatever an entry presumes, such as the
+clock before it or the members by whose votes it was decided, is the same on every shard.
+
+Messages may be lost, repeated or overtake each other. Each shard acknowledges the highest entry
+that it has applied: in its votes, and by `Known` where no vote is due. After `resend_s` the lead
+repeats the entries that a shard has not acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from paramserve.core.events import GroupEffect, Send
+from paramserve.messages import Commit, Decided, Decision, Known
+
+LEAD = 0
+"""The shard that decides."""
+EARLY_MAX = 256
+"""A shard keeps entries that overtook others up to so many numbers ahead; the lead sends the others
+again."""
+
+
+class DecisionLog:
+    """The log on one shard.
+
+    What the lead keeps is bounded by the requests for which shards wait (each rank has at most one
+    clock, one change of its memberships and one policy undecided), and by the time after which the
+    coordinator gives a silent server up.
+
+    Args:
+        shard: number of this shard, of `shards`.
+        resend_s: after which an entry that a shard does not acknowledge is sent again.
+        outbox: takes what the shard is to send.
+        allows: whether an entry may be applied now.
+        apply: applies an entry.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        shards: int,
+        resend_s: float,
+        outbox: deque[GroupEffect],
+        *,
+        allows: Callable[[Decision], bool],
+        apply: Callable[[Decision], None],
+    ) -> None:
+        self.leads = shard == LEAD
+        self.number = 0
+        """Of the last entry that was applied here."""
+        self.deadline: float | None = None
+        """On the lead: when `deadline_reached` is to be called."""
+        self._shard = shard
+        self._resend_s = resend_s
+        self._outbox = outbox
+        self._allows = allows
+        self._apply = apply
+        self._acknowledged = {each: 0 for each in range(shards) if self.leads and each != LEAD}
+        """On the lead: by shard, the highest entry that it is known to have applied."""
+        self._unacknowledged: dict[int, tuple[Decision, float]] = {}
+        """On the lead, in order: the entries that some shard has not acknowledged, and when each is
+        to be sent again."""
+        self._early: dict[int, Decision] = {}
+        """On the others: entries that have come and are not applied."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that this shard knows of is applied, and acknowledged."""
+        return not (self._early or self._unacknowledged)
+
+    def append(self, decision: Decision, now: float) -> None:
+        """On the lead: decide, for all shards."""
+        self.number += 1
+        if self._acknowledged:
+            repeat_at = now + self._resend_s
+            self._unacknowledged[self.number] = decision, repeat_at
+            message = Decided(self.number, decision)
+            self._outbox.extend([Send(shard, message) for shard in self._acknowledged])
+            if self.deadline is None:
+                self.deadline = repeat_at
+        self._apply(decision)
+
+    def on_known(self, shard: int, number: int) -> None:
+        """On the lead: a shard has applied the entries up to this one."""
+        known = self._acknowledged.get(shard)
+        if known is None or not known < number <= self.number:
+            return
+        self._acknowledged[shard] = number
+        least = min(self._acknowledged.values())
+        while self._unacknowledged and (first := next(iter(self._unacknowledged))) <= least:
+            del self._unacknowledged[first]
+
+    def on_decided(self, message: Decided) -> None:
+        """On another shard: take an entry.
+
+        Raises:
+            ProtocolError: this shard cannot apply it. It applies none behind it.
+        """
+        if self.leads:
+            return
+        if message.number <= self.number:
+            self._acknowledge()
+        elif message.number <= self.number + EARLY_MAX:
+            self._early[message.number] = message.decision
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Apply the entries whose turn it is, and that are allowed now.
+
+        Raises:
+            ProtocolError: as `on_decided`.
+        """
+        early, number = self._early, self.number
+        votes = True
+        while (following := early.get(self.number + 1)) is not None and self._allows(following):
+            self.number += 1
+            del early[self.number]
+            votes = votes and type(following) is Commit
+            self._apply(following)
+        if self.number > number and not votes:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        self._outbox.append(Send(LEAD, Known(self._shard, self.number)))
+
+    def deadline_reached(self, now: float) -> None:
+        """On the lead: repeat what shards have not acknowledged."""
+        if self.deadline is None or self.deadline > now:
+            return
+        for number, (decision, repeat_at) in self._unacknowledged.items():
+            if repeat_at <= now:
+                self._unacknowledged[number] = decision, now + self._resend_s
+                behind = [each for each, known in self._acknowledged.items() if known < number]
+                self._outbox.extend([Send(shard, Decided(number, decision)) for shard in behind])
+        times = [repeat_at for _, repeat_at in self._unacknowledged.values()]
+        self.deadline = min(times, default=None)
