@@ -45,7 +45,7 @@ from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_membership import ClientMembership, Joining
 from paramserve.core.decisions import DecisionLog
 from paramserve.core.group import GroupMachine
-from paramserve.core.group_members import GroupMembers
+from paramserve.core.group_members import GroupMembers, JoinedBy
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.leases import Leases, Span
 from paramserve.core.partition import Block
@@ -615,9 +615,8 @@ def only_the_lead_knows_who_is_a_member(
     """The other shards go by the members of the beginning."""
 
     class Alone(MembershipAgreement):
-        def on_decision(self, decision: GroupMembership) -> None:
-            if self._decisions.leads:
-                super().on_decision(decision)
+        def on_decision(self, decision: GroupMembership) -> dict[int, JoinedBy]:
+            return super().on_decision(decision) if self._decisions.leads else {}
 
     monkeypatch.setattr(group_module, "MembershipAgreement", Alone)
     return SimulatedCluster

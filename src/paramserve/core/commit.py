@@ -111,6 +111,15 @@ class Collect:
         if self.sent is not None:
             self.reported.append((rank, older))
 
+    def forget(self, rank: int, client: int) -> Contribution | None:
+        """A rank is a member again by this client, on all shards: what an older one has pushed for
+        this clock is in none. What was kept of it, if anything."""
+        self.reported = [each for each in self.reported if each[0] != rank]
+        older = self.pending.get(rank)
+        if older is None or older.session.client == client:
+            return None
+        return self.pending.pop(rank)
+
     def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
         """What these clients pushed, by rank; they are of different ranks."""
         both = [*self.pending.items(), *self.reported]

@@ -738,7 +738,10 @@ class GroupMachine:
             case Commit():
                 self._on_commit(decision)
             case GroupMembership():
-                self.membership.on_decision(decision)
+                for rank, by in self.membership.on_decision(decision).items():
+                    older = self.state.collect.forget(rank, by.client)
+                    if older is not None and older.session.fenced_by is not None:
+                        self.let_go(older.session)
                 self._forget_votes()
                 self._go_on()
             case Switch():

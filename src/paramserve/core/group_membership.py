@@ -87,14 +87,16 @@ class MembershipAgreement:
         entries = tuple((rank, *by) for rank, by in sorted(joined.items()))
         self._decisions.append(GroupMembership(self._state.id, entries), self._state.now)
 
-    def on_decision(self, decision: GroupMembership) -> None:
-        """Go by the lead's decision."""
-        state = self._state
+    def on_decision(self, decision: GroupMembership) -> dict[int, JoinedBy]:
+        """Go by the lead's decision; who has joined by it."""
+        state, members = self._state, self._state.members
         self.newest = self._decisions.number
         joined = {rank: JoinedBy(*by) for rank, *by in decision.members}
         # Elsewhere the shards have the clocks of members that do not wait for each other: a rank
         # that joins begins where the lead has said.
-        state.members.decided(joined, state.start if state.collects else 0)
+        new = {rank: by for rank, by in joined.items() if by != members.joined.get(rank)}
+        members.decided(joined, state.start if state.collects else 0)
+        return new
 
     # --- further groups --------------------------------------------------------------------------
 
