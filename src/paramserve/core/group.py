@@ -712,27 +712,24 @@ class GroupMachine:
         self.replan()
         return Answer(Done(message.seq, state.version, state.members.slowest))
 
-    def on_message(self, message: PeerMessage, window: int, now: float) -> None:
-        """A shard, which may be this one, speaks about a clock or a change of the policy.
-
-        Args:
-            window: the most calls that one client of this shard may have unanswered.
-        """
+    def on_message(self, message: PeerMessage, now: float) -> None:
+        """A shard, which may be this one, speaks about a clock or a change of the policy."""
         self.state.now = now
         match message:
             case Vote():
                 self._on_vote(message)
             case Prepare():
                 self._on_prepare(message)
-            case Pause():
-                if self.policies.on_pause(message, window):
-                    self.look_again()
             case Paused():
                 self.policies.on_paused(message)
         self.replan()
 
-    def apply(self, decision: Decision, now: float) -> None:
-        """The next entry of the decision log that is about this group."""
+    def apply(self, decision: Decision, window: int, now: float) -> None:
+        """The next entry of the decision log that is about this group.
+
+        Args:
+            window: the most calls that one client of this shard may have unanswered.
+        """
         self.state.now = now
         match decision:
             case Commit():
@@ -744,6 +741,8 @@ class GroupMachine:
                         self.let_go(older.session)
                 self._forget_votes()
                 self._go_on()
+            case Pause():
+                self.policies.on_pause(decision, window)
             case Switch():
                 self.policies.on_switch(decision)
                 self._maybe_vote()
@@ -765,11 +764,10 @@ class GroupMachine:
     def replan(self) -> None:
         """Set `deadline`; the only shard is its own lead, and repeats nothing."""
         collect = self.state.collect
-        due, policies = collect.due, self.policies
+        due, changes = collect.due, self.state.changes
         if self.shards > 1:
             if collect.sent is not None and (due is None or collect.repeat_at < due):
                 due = collect.repeat_at
-            if policies.changing is not None or self.state.changes.paused:
-                times = policies.deadlines()
-                due = min(times if due is None else [*times, due], default=None)
+            if changes.paused is not None and (due is None or changes.repeat_at < due):
+                due = changes.repeat_at
         self.deadline = due

@@ -1,11 +1,11 @@
 """How all shards agree on the clock from which a group has another policy.
 
-The lead shard asks all to pause (`Pause`): each holds the steps that no worker has reached yet and
-says which is the first of them (`Paused`). The change takes effect behind all of these, and so far
-behind that every client hears of it in an answer before it can send a step of that clock: an answer
-to a held step carries the news, and no client has more than its window of requests on the way.
-That clock is an entry of the decision log (`core.decisions`). `Pause` and `Paused` may be lost or
-repeated: both sides repeat theirs until it is there.
+The lead shard has all pause: each holds the steps that no worker has reached yet and says which is
+the first of them (`Paused`). The change takes effect behind all of these, and so far behind that
+every client hears of it in an answer before it can send a step of that clock: an answer to a held
+step carries the news, and no client has more than its window of requests on the way. Both the pause
+and that clock are entries of the decision log (`core.decisions`). `Paused` may be lost: it is
+repeated until the clock is there.
 """
 
 from __future__ import annotations
@@ -36,27 +36,16 @@ class Changing:
     shards: int
     told: dict[int, Paused] = field(default_factory=dict)
     decided: GroupPolicy | None = None
-    repeat_at: float = 0.0
-
-    def missing(self) -> list[int]:
-        """Shards that have not paused."""
-        return [shard for shard in range(self.shards) if shard not in self.told]
 
     def on_paused(self, message: Paused) -> Switch | None:
         """Take one shard's answer; the decision, if it is the last one."""
         self.told[message.shard] = message
-        if self.missing():
+        if len(self.told) < self.shards:
             return None
         first = max(each.clock for each in self.told.values())
         window = max(each.window for each in self.told.values())
         self.decided = GroupPolicy(message.group, self.number, first + window, self.policy)
         return Switch(self.decided)
-
-    def pauses(self, group: int) -> Mapping[int, Pause]:
-        """What to send to those that have not answered."""
-        if self.decided is not None:
-            return {}
-        return dict.fromkeys(self.missing(), Pause(group, self.number))
 
 
 class PolicyAgreement:
@@ -120,7 +109,13 @@ class PolicyAgreement:
         if not message.check:
             number = state.changes.number + 1
             self.changing = Changing(number, message.policy, self._shards)
-            self._pause_all(self.changing)
+            self.begin()
+
+    def begin(self) -> None:
+        """On the lead, have all shards pause for a change that is not decided, if there is one."""
+        if self.changing is not None and self.changing.decided is None:
+            pause = Pause(self._state.id, self.changing.number)
+            self._decisions.append(pause, self._state.now)
 
     def _is_over(self, changing: Changing) -> bool:
         """Whether every worker steps by the new policy already, as far as this shard knows. Without
@@ -130,32 +125,16 @@ class PolicyAgreement:
             not state.members.clocks or state.members.slowest >= decided.clock
         )
 
-    def _pause_all(self, changing: Changing) -> None:
-        changing.repeat_at = self._state.now + self._resend_s
-        for shard, message in changing.pauses(self._state.id).items():
-            self._outbox.append(Send(shard, message))
-
-    def on_pause(self, message: Pause, window: int) -> bool:
+    def on_pause(self, pause: Pause, window: int) -> None:
         """Tell the lead from which clock on this shard has executed nothing, and hold those steps.
-        A change that the lead does not know of, as a peer may have made it up, holds none.
 
         Args:
             window: the most calls that one client of this shard may have unanswered.
-        Returns:
-            Whether steps that were held are to go on.
         """
-        state, changes = self._state, self._state.changes
-        if message.unknown:
-            made_up = changes.paused is not None and changes.paused.number == message.number
-            changes.paused = None if made_up else changes.paused
-            return made_up
-        if message.number <= changes.number:
-            return False  # It was decided before.
-        if changes.paused is None:
-            first = state.frontier()
-            changes.paused = Paused(state.id, message.number, self._shard, first, window)
-        self._tell_paused(changes.paused)
-        return False
+        state = self._state
+        paused = Paused(state.id, pause.number, self._shard, state.frontier(), window)
+        state.changes.paused = paused
+        self._tell_paused(paused)
 
     def _tell_paused(self, paused: Paused) -> None:
         self._state.changes.repeat_at = self._state.now + self._resend_s
@@ -165,16 +144,12 @@ class PolicyAgreement:
         """On the lead shard: one shard has paused, or does not know the decision yet."""
         if not self._decisions.leads or not 0 <= message.shard < self._shards:
             return
-        changing, state = self.changing, self._state
-        if message.number <= state.changes.number:
+        changing = self.changing
+        if changing is None or changing.decided is not None or changing.number != message.number:
             return  # It is decided, and on its way.
-        if changing is not None and changing.number == message.number:
-            switch = changing.on_paused(message)
-            if switch is not None:
-                self._decisions.append(switch, state.now)
-        else:
-            unknown = Pause(message.group, message.number, unknown=True)
-            self._outbox.append(Send(message.shard, unknown))
+        switch = changing.on_paused(message)
+        if switch is not None:
+            self._decisions.append(switch, self._state.now)
 
     def build(self, switch: Switch) -> Policy:
         """The policy that the lead has decided for.
@@ -200,18 +175,6 @@ class PolicyAgreement:
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered."""
-        changing, changes = self.changing, self._state.changes
-        if changing is not None and changing.decided is None and changing.repeat_at <= now:
-            self._pause_all(changing)
+        changes = self._state.changes
         if changes.paused is not None and changes.repeat_at <= now:
             self._tell_paused(changes.paused)
-
-    def deadlines(self) -> list[float]:
-        """When to repeat."""
-        changing, changes = self.changing, self._state.changes
-        times = []
-        if changing is not None and changing.decided is None:
-            times.append(changing.repeat_at)
-        if changes.paused is not None:
-            times.append(changes.repeat_at)
-        return times

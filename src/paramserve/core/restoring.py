@@ -172,6 +172,8 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
     for session in part.sessions:
         shard.sessions.by_client[session.client] = _session(session, now)
     shard.cuts.go_on_from(part.number)
+    for machine in shard.groups.values():
+        machine.policies.begin()
 
 
 def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:

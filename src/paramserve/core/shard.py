@@ -360,15 +360,13 @@ class Shard:
                     self.decisions.on_known(message.shard, message.known)
                 machine = self.groups.get(message.group)
                 if machine is not None:  # else its define is on the way, and the sender repeats
-                    window = self.sessions.window() if type(message) is Pause else 0
-                    machine.on_message(message, window, self._now)
+                    machine.on_message(message, self._now)
 
     def _waits_for_cut(self, message: PeerMessage) -> bool:
-        """Whether a message would begin something that the cut does not have: the lead decides no
-        clock then."""
-        if isinstance(message, Vote):
-            return not self.cuts.allows_commit(message.group, message.clock)
-        return isinstance(message, Pause)
+        """Whether the lead is to decide a clock by this message that the cut does not have."""
+        return isinstance(message, Vote) and not self.cuts.allows_commit(
+            message.group, message.clock
+        )
 
     # --- decisions -------------------------------------------------------------------------------
 
@@ -390,7 +388,8 @@ class Shard:
         group = decision.change.group if isinstance(decision, Switch) else decision.group
         machine = self.groups.get(group)
         if machine is not None:
-            machine.apply(decision, self._now)
+            window = self.sessions.window() if type(decision) is Pause else 0
+            machine.apply(decision, window, self._now)
         elif isinstance(decision, GroupMembership):
             self._undefined[group] = decision
 
@@ -645,7 +644,7 @@ class Shard:
                     machine.membership.begin(added or {}, self._now)
                 decision = self._undefined.pop(spec.group, None)
                 if decision is not None:
-                    machine.apply(decision, self._now)
+                    machine.apply(decision, 0, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None

@@ -78,7 +78,15 @@ class Switch(Struct, frozen=True, array_like=True, tag="switch"):
     change: GroupPolicy
 
 
-Decision = Commit | GroupMembership | Switch
+class Pause(Struct, frozen=True, array_like=True, tag="pause"):
+    """The lead prepares the change of policy of this number: hold the steps that no worker has
+    reached yet, and say which is the first of them (`Paused`)."""
+
+    group: int
+    number: int
+
+
+Decision = Commit | GroupMembership | Pause | Switch
 
 
 class Decided(Struct, frozen=True, array_like=True, tag="decided"):
@@ -93,15 +101,6 @@ class Known(Struct, frozen=True, array_like=True, tag="known"):
 
     shard: int
     number: int
-
-
-class Pause(Struct, frozen=True, array_like=True, tag="pause"):
-    """The lead prepares a change of policy: hold the steps that no worker has reached yet, and say
-    which is the first of them. `unknown`: it prepares none of that number: hold no steps for it."""
-
-    group: int
-    number: int
-    unknown: bool = False
 
 
 class Paused(Struct, frozen=True, array_like=True, tag="paused"):
@@ -186,4 +185,4 @@ class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
 
 
 CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver
-PeerMessage = Vote | Prepare | Decided | Known | Pause | Paused | CutMessage
+PeerMessage = Vote | Prepare | Decided | Known | Paused | CutMessage

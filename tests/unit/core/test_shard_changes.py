@@ -12,7 +12,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, DeadlineReached, FromShard
-from paramserve.messages import Decided, Done, SetPolicy
+from paramserve.messages import Decided, Done, SetPolicy, Switch
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,11 @@ def test_shard_that_has_missed_a_change_hears_of_it_although_another_has_begun()
         done(one.send(9, SetPolicy(0, 0, spec(SUM)), shard))
     kept = []
     while one.wire:  # what the lead has decided is lost on its way to shard 1
-        kept = [each for each in one.wire if each[0] == 1 and isinstance(each[1], Decided)]
+        kept = [
+            (to, message)
+            for to, message in one.wire
+            if to == 1 and isinstance(message, Decided) and isinstance(message.decision, Switch)
+        ]
         one.wire = [each for each in one.wire if each not in kept]
         if one.wire:
             shard, message = one.wire.pop(0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig, switched
+from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.config import RuleSpec
@@ -41,7 +41,6 @@ from paramserve.messages import (
     GroupPolicy,
     Inquire,
     JoinGroup,
-    Pause,
     Paused,
     Refused,
     SetPolicy,
@@ -402,22 +401,6 @@ def test_changes_that_are_remembered_are_bounded() -> None:
     assert len(report.changes) == len(one.shards[0].groups[0].state.changes.later) == CHANGES_MAX
     assert report.changes[-1].number == 40
     assert one.value() == [float(clock)]
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_pause_that_no_lead_has_asked_for_holds_steps_only_until_the_lead_says_so(
-    shards: int,
-) -> None:
-    one = rig(Async(), shards=shards, workers=1)
-    one.happen(FromShard(Pause(0, 7)), shards - 1)
-    push(one, A)
-    if shards > 1:
-        assert one.value(shard=1) == [0.0]
-        one.deliver()
-    assert [one.value(shard=shard) for shard in range(shards)] == [[1.0]] * shards
-    change(one, BoundedStaleness(2))
-    assert len(set(switched(one))) == 1
-    assert switched(one)[0] >= 0
 
 
 def test_answer_to_a_pause_from_a_shard_that_there_is_not_is_ignored() -> None:
