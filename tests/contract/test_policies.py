@@ -33,7 +33,7 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Hello, Ok, Scale
+from paramserve.messages import Decided, Hello, Ok, Scale, Switch
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
 from paramserve.server import ServerRole, process_role
@@ -582,8 +582,14 @@ def test_change_that_a_shard_does_not_learn_names_it(
     monkeypatch.setattr(groups, "CHANGE_POLL_S", 0.001)
     cluster = make_cluster(servers=2, workers=1)
     (client,) = team(cluster, 1)
-    (deaf,) = cluster.servers[1].role.shard.groups.values()
-    monkeypatch.setattr(deaf.policies, "on_switch", lambda *_: None)
+    log = cluster.servers[1].role.shard.decisions
+    take = log.on_decided
+
+    def lose_switches(message: Decided) -> None:
+        if not isinstance(message.decision, Switch):
+            take(message)
+
+    monkeypatch.setattr(log, "on_decided", lose_switches)
     with pytest.raises(Timeout, match=r"Sync for group 'default': shard 1 has not.*unknown"):
         client.set_consistency("default", Sync(), timeout_s=0.1)
     monkeypatch.undo()

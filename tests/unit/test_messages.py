@@ -59,8 +59,8 @@ def test_structs_are_frozen_rows() -> None:
         assert kind.__struct_config__.array_like, kind
 
 
-def test_message_is_any_of_what_has_a_tag() -> None:
-    assert set(get_args(Message)) == set(TAGGED)
+def test_message_or_decision_is_any_of_what_has_a_tag() -> None:
+    assert {*get_args(Message), *get_args(messages.Decision)} == set(TAGGED)
     assert len({kind.__struct_config__.tag for kind in TAGGED}) == len(TAGGED)
 
 
