@@ -109,7 +109,12 @@ class WatchedEncoder(Encoder):
         for each in encoded:
             change = self.open.pop(each, None)
             if change is not None and operation.error is not None:
-                told = {s for s, r in operation.replies.items() if isinstance(r, Done)}
+                known = operation.replies | operation.refused
+                told = {
+                    shard
+                    for shard, reply in known.items()
+                    if isinstance(reply, Done) or reply.applied == "yes"
+                }
                 untold = frozenset(set(range(len(each.block.spec.cuts) - 1)) - told)
                 self.unsure.append((each, change, untold))
         super().answered(encoded, operation)
