@@ -1,7 +1,7 @@
 """A shard of a checkpoint, for a server that goes on from it: one of any number.
 
 Of a checkpoint with as many servers as there are now, each takes over its own records; else the
-records of each group's lead shard hold for all. Sessions are written and not taken over: of a run
+records of the lead shard hold for all. Sessions are written and not taken over: of a run
 that goes on, every client is a new one.
 """
 

@@ -118,7 +118,10 @@ class Collect:
         older = self.pending.get(rank)
         if older is None or older.session.client == client:
             return None
-        return self.pending.pop(rank)
+        del self.pending[rank]
+        if not self.pending:  # the clock begins with the next gradients
+            self.since, self.due, self.missing = None, None, ()
+        return older
 
     def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
         """What these clients pushed, by rank; they are of different ranks."""

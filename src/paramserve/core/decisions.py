@@ -28,9 +28,9 @@ again."""
 class DecisionLog:
     """The log on one shard.
 
-    What the lead keeps is bounded by the requests for which shards wait (each rank has at most one
-    clock, one change of its memberships and one policy undecided), and by the time after which the
-    coordinator gives a silent server up.
+    What the lead keeps is bounded by the time after which the coordinator gives a silent server up:
+    until then a shard lacks at most one commit of each group, and a change of the members for each
+    rank that comes or goes.
 
     Args:
         shard: number of this shard, of `shards`.
@@ -67,11 +67,6 @@ class DecisionLog:
         to be sent again."""
         self._early: dict[int, Decision] = {}
         """On the others: entries that have come and are not applied."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether all that this shard knows of is applied, and acknowledged."""
-        return not (self._early or self._unacknowledged)
 
     def append(self, decision: Decision, now: float) -> None:
         """On the lead: decide, for all shards."""

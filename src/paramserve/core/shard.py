@@ -172,8 +172,9 @@ class Shard:
             allows=self._allows,
             apply=self._apply,
         )
-        self._undefined: dict[int, GroupMembership] = {}
-        """By group whose define is still on the way: the newest decision about its members."""
+        self._members: dict[int, GroupMembership] = {}
+        """By group, the newest decision about its members: its define may still be on the way, or
+        come again behind an `Undefine`."""
         self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
         self._deferred: list[FromShard | ClientBye] = []
         """What has come since the shard stopped for a cut, and would change something."""
@@ -326,7 +327,6 @@ class Shard:
     def _go_on(self) -> None:
         """A cut is over, or more is allowed: do what waits behind it."""
         deferred, self._deferred = self._deferred, []
-        self.decisions.go_on()
         for event in deferred:
             if isinstance(event, FromShard):
                 self._from_shard(event.message)
@@ -337,6 +337,7 @@ class Shard:
         for event in deferred:
             if isinstance(event, ClientBye):
                 self._client_bye(event)
+        self.decisions.go_on()
 
     def _freeze(self, ask: CutAsk, clients: Mapping[int, int]) -> ShardCut:
         """This shard's part of a cut, as of now."""
@@ -344,6 +345,8 @@ class Shard:
         return ShardCut(self.number, ask, clients, self.groups, self.sessions, memory)
 
     def _from_shard(self, message: PeerMessage) -> None:
+        if type(message) is Vote:
+            self.decisions.on_known(message.shard, message.known)
         if self.cuts.stops and self._waits_for_cut(message):
             if FromShard(message) not in self._deferred:
                 self._deferred.append(FromShard(message))
@@ -356,8 +359,6 @@ class Shard:
             case Known():
                 self.decisions.on_known(message.shard, message.number)
             case _:
-                if type(message) is Vote:
-                    self.decisions.on_known(message.shard, message.known)
                 machine = self.groups.get(message.group)
                 if machine is not None:  # else its define is on the way, and the sender repeats
                     machine.on_message(message, self._now)
@@ -386,12 +387,12 @@ class Shard:
     def _apply(self, decision: Decision) -> None:
         """The log has come to this entry."""
         group = decision.change.group if isinstance(decision, Switch) else decision.group
+        if isinstance(decision, GroupMembership):
+            self._members[group] = decision
         machine = self.groups.get(group)
         if machine is not None:
             window = self.sessions.window() if type(decision) is Pause else 0
             machine.apply(decision, window, self._now)
-        elif isinstance(decision, GroupMembership):
-            self._undefined[group] = decision
 
     # --- clients and members ---------------------------------------------------------------------
 
@@ -642,9 +643,8 @@ class Shard:
                 later = spec.group > 0 and machine.state.collects
                 if added is not None or later:
                     machine.membership.begin(added or {}, self._now)
-                decision = self._undefined.pop(spec.group, None)
-                if decision is not None:
-                    machine.apply(decision, 0, self._now)
+                if spec.group in self._members and self.number != LEAD:
+                    machine.apply(self._members[spec.group], 0, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
             self.blocks[spec.block] = machine.state.blocks[spec.block] = block
             machine.state.table = block if isinstance(block, KeyedBlock) else None
@@ -659,7 +659,6 @@ class Shard:
             state.table = None
             if not state.blocks:
                 del self.groups[state.id]
-                self._undefined.pop(state.id, None)
         return Answer(Done(message.seq))
 
     def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:

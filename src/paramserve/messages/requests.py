@@ -134,7 +134,7 @@ NOTE_BYTES_MAX = 64 * 1024
 class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
     """This rank is to be a member of a group, from the clock under way there on.
 
-    The group's lead shard decides; each shard answers when it knows the decision. `Done.at` is the
+    The lead shard decides; each shard answers when it knows the decision. `Done.at` is the
     rank's clock: where gradients are collected the same on all shards, else the largest counts.
     A repeated request of a member changes nothing but `others`.
 
@@ -150,7 +150,7 @@ class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
 
 
 class SuspendMembership(Struct, frozen=True, array_like=True, tag="suspend"):
-    """This rank is no member of a group until it joins again. The group's lead shard decides; each
+    """This rank is no member of a group until it joins again. The lead shard decides; each
     shard answers when it knows the decision."""
 
     seq: int

@@ -149,9 +149,9 @@ def test_shard_that_stops_applies_what_has_come_when_it_goes_on() -> None:
 def test_decisions_far_ahead_are_not_kept() -> None:
     one = Logs()
     one.logs[1].on_decided(Decided(EARLY_MAX + 1, MEMBERS))
-    assert one.logs[1].settled
+    assert not one.logs[1]._early
     one.logs[1].on_decided(Decided(EARLY_MAX, MEMBERS))
-    assert not one.logs[1].settled
+    assert one.logs[1]._early
     assert one.applied[1] == []
 
 
@@ -175,7 +175,7 @@ def test_only_shard_keeps_nothing() -> None:
     one = Logs(1)
     one.append(commit(0))
     assert one.applied == [[commit(0)]]
-    assert (one.wire, one.logs[LEAD].settled, one.logs[LEAD].deadline) == ([], True, None)
+    assert (one.wire, one.logs[LEAD].deadline) == ([], None)
 
 
 def test_decision_that_cannot_be_applied_holds_those_behind_it() -> None:

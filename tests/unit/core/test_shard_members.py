@@ -613,25 +613,6 @@ def test_rank_that_joins_while_a_clock_is_decided_without_it_begins_with_the_nex
     assert values(one) == [32.0, 32.0]
 
 
-def test_gradients_of_an_older_incarnation_are_in_no_clock_that_the_newer_has_joined() -> None:
-    one = pair()
-    both(one, FIRST, 1.0)
-    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    one.deliver()
-    one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
-    one.join(SECOND, 0, incarnation=2)
-    for shard in (0, 1):
-        one.send(SECOND, JoinGroup(0, 0), shard)
-    one.deliver()
-    assert [answer.at for answer in one.answers(SECOND)] == [0, 0]
-    both(one, OTHER, 10.0)
-    assert resent(one) == [0.0, 0.0], "it waits for the newer one"
-    both(one, SECOND, 2.0)
-    assert resent(one) == [12.0, 12.0]
-    assert not any(answer.skipped for answer in one.answers(SECOND))
-    assert [one.answers(FIRST, shard)[-1].kind for shard in (0, 1)] == ["WorkerFenced"] * 2
-
-
 def test_rank_that_joins_as_a_cut_holds_a_vote_without_it_is_waited_for() -> None:
     one = pair()
     one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
