@@ -33,7 +33,7 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Decided, Hello, Ok, Scale, Switch
+from paramserve.messages import Hello, LogEntry, Ok, Scale, Switch
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
 from paramserve.server import ServerRole, process_role
@@ -583,13 +583,13 @@ def test_change_that_a_shard_does_not_learn_names_it(
     cluster = make_cluster(servers=2, workers=1)
     (client,) = team(cluster, 1)
     log = cluster.servers[1].role.shard.decisions
-    take = log.on_decided
+    take = log.on_entry
 
-    def lose_switches(message: Decided) -> None:
+    def lose_switches(message: LogEntry) -> None:
         if not isinstance(message.decision, Switch):
             take(message)
 
-    monkeypatch.setattr(log, "on_decided", lose_switches)
+    monkeypatch.setattr(log, "on_entry", lose_switches)
     with pytest.raises(Timeout, match=r"Sync for group 'default': shard 1 has not.*unknown"):
         client.set_consistency("default", Sync(), timeout_s=0.1)
     monkeypatch.undo()

@@ -25,6 +25,7 @@ from paramserve.consistency.built_in import Async, Sync
 from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
+    Acknowledge,
     AskReport,
     AskStatus,
     Assign,
@@ -32,7 +33,6 @@ from paramserve.messages import (
     Bye,
     Commit,
     Contains,
-    Decided,
     Define,
     Defined,
     Delete,
@@ -44,8 +44,8 @@ from paramserve.messages import (
     Inquire,
     Join,
     Keys,
-    Known,
     Leave,
+    LogEntry,
     Lookup,
     MarkDead,
     Piece,
@@ -210,12 +210,12 @@ peers = st.one_of(
     ),
     st.builds(Prepare, st.integers(0, 1), integers, tuples(integers)),
     st.builds(
-        Decided,
+        LogEntry,
         st.integers(0, 9) | integers,
         st.builds(Commit, st.integers(0, 1), integers, tuples(integers), floats, refusals)
         | st.builds(GroupMembership, st.integers(0, 1), tuples(st.tuples(*[integers] * 4))),
     ),
-    st.builds(Known, integers, integers),
+    st.builds(Acknowledge, integers, integers),
 )
 
 
@@ -310,7 +310,7 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
 @pytest.mark.parametrize(
     "message",
     [
-        Decided(1, Commit(0, 0, (), 0.0, ("NonFinite",))),
+        LogEntry(1, Commit(0, 0, (), 0.0, ("NonFinite",))),
         Vote(0, 0, 0, (1, 2), True, False, 2.0, 0, refusal=("NonFinite", "why")),
     ],
     ids=["commit", "ready"],

@@ -55,9 +55,9 @@ from paramserve.core.read_copies import Reads
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSession
 from paramserve.messages import (
-    Decided,
     Done,
     GroupMembership,
+    LogEntry,
     ServerBeat,
     SetPolicy,
     Step,
@@ -313,13 +313,13 @@ def decision_about_members_is_sent_once(
 
 def decisions_are_applied_as_they_come(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A shard applies a decision although the one before it was lost."""
-    take = DecisionLog.on_decided
+    take = DecisionLog.on_entry
 
-    def on_decided(self: DecisionLog, message: Decided) -> None:
+    def on_entry(self: DecisionLog, message: LogEntry) -> None:
         self.number = max(self.number, message.number - 1)
         take(self, message)
 
-    monkeypatch.setattr(DecisionLog, "on_decided", on_decided)
+    monkeypatch.setattr(DecisionLog, "on_entry", on_entry)
     return SimulatedCluster
 
 

@@ -26,8 +26,8 @@ from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSessi
 from paramserve.errors import ParamServeError
 from paramserve.messages import (
     Commit,
-    Decided,
     Done,
+    LogEntry,
     PeerMessage,
     Prepare,
     Refused,
@@ -169,9 +169,9 @@ def one_shard_commits_without_the_lead(monkeypatch: pytest.MonkeyPatch) -> type[
 
 def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A decision that comes again is carried out again."""
-    take = DecisionLog.on_decided
+    take = DecisionLog.on_entry
 
-    def on_decided(self: DecisionLog, message: Decided) -> None:
+    def on_entry(self: DecisionLog, message: LogEntry) -> None:
         if message.number <= self.number:
             self._apply(message.decision)
         take(self, message)
@@ -185,7 +185,7 @@ def late_gradient_applied_twice(monkeypatch: pytest.MonkeyPatch) -> type[Simulat
                 self.before = (commit, dict(self.state.collect.pending))
             super()._on_commit(commit)
 
-    monkeypatch.setattr(DecisionLog, "on_decided", on_decided)
+    monkeypatch.setattr(DecisionLog, "on_entry", on_entry)
     return with_group(monkeypatch, Repeats)
 
 

@@ -96,7 +96,7 @@ def twin_of(shard: Shard, now: float) -> Shard:
         twin.sessions.by_client[client].unread = dict(session.unread)  # on its way to the client
     log, own = shard.decisions, twin.decisions  # a cluster that is restored begins a new one
     own.number, own.deadline = log.number, log.deadline
-    own._acknowledged, own._unacknowledged = dict(log._acknowledged), dict(log._unacknowledged)
+    own._highest, own._pending = dict(log._highest), dict(log._pending)
     for number, machine in shard.groups.items():
         twin.groups[number].membership.newest = machine.membership.newest
     return twin

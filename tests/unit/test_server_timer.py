@@ -16,11 +16,11 @@ from paramserve.consistency.registry import spec
 from paramserve.messages import (
     BlockSpec,
     Commit,
-    Decided,
     Define,
     Done,
     Gradient,
     Hello,
+    LogEntry,
     Members,
     PeerMessage,
     Piece,
@@ -158,7 +158,7 @@ def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
         one.steps(rank, 0, clock=0)
     loop.clock.run(0.03)
     assert [type(message) for _, message in one.others.sent] == [Vote]
-    one.role.frame(lead, encode(Decided(1, Commit(0, 0, (1, 2), 1.0))), None)
+    one.role.frame(lead, encode(LogEntry(1, Commit(0, 0, (1, 2), 1.0))), None)
     loop.clock.run(0.1)
     one.steps(0, 0, clock=1)
     loop.clock.run(10.0)

@@ -1,13 +1,13 @@
 """The cluster's log of decisions: shard 0 appends, every shard applies in order.
 
 What shards have to agree on is a numbered entry: a clock's commit, a group's members, a group's
-policy. Shard 0, the lead, appends the entry, applies it and sends it to the others (`Decided`).
+policy. Shard 0, the lead, appends the entry, applies it and sends it to the others (`LogEntry`).
 They apply entries in the order of the numbers, so that whatever an entry presumes, such as the
 clock before it or the members by whose votes it was decided, is the same on every shard.
 
 Messages may be lost, repeated or overtake each other. Each shard acknowledges the highest entry
-that it has applied: in its votes, and by `Known` where no vote is due. After `resend_s` the lead
-repeats the entries that a shard has not acknowledged.
+that it has applied: in its votes, and by `Acknowledge` where no vote is due. After `resend_s` the
+lead repeats the entries that a shard has not acknowledged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from paramserve.core.events import GroupEffect, Send
-from paramserve.messages import Commit, Decided, Decision, Known
+from paramserve.messages import Acknowledge, Commit, Decision, LogEntry
 
 LEAD = 0
 """The shard that decides."""
@@ -60,9 +60,9 @@ class DecisionLog:
         self._outbox = outbox
         self._allows = allows
         self._apply = apply
-        self._acknowledged = {each: 0 for each in range(shards) if self.leads and each != LEAD}
+        self._highest = {each: 0 for each in range(shards) if self.leads and each != LEAD}
         """On the lead: by shard, the highest entry that it is known to have applied."""
-        self._unacknowledged: dict[int, tuple[Decision, float]] = {}
+        self._pending: dict[int, tuple[Decision, float]] = {}
         """On the lead, in order: the entries that some shard has not acknowledged, and when each is
         to be sent again."""
         self._early: dict[int, Decision] = {}
@@ -71,26 +71,26 @@ class DecisionLog:
     def append(self, decision: Decision, now: float) -> None:
         """On the lead: decide, for all shards."""
         self.number += 1
-        if self._acknowledged:
+        if self._highest:
             repeat_at = now + self._resend_s
-            self._unacknowledged[self.number] = decision, repeat_at
-            message = Decided(self.number, decision)
-            self._outbox.extend([Send(shard, message) for shard in self._acknowledged])
+            self._pending[self.number] = decision, repeat_at
+            message = LogEntry(self.number, decision)
+            self._outbox.extend([Send(shard, message) for shard in self._highest])
             if self.deadline is None:
                 self.deadline = repeat_at
         self._apply(decision)
 
-    def on_known(self, shard: int, number: int) -> None:
+    def on_acknowledge(self, shard: int, number: int) -> None:
         """On the lead: a shard has applied the entries up to this one."""
-        known = self._acknowledged.get(shard)
+        known = self._highest.get(shard)
         if known is None or not known < number <= self.number:
             return
-        self._acknowledged[shard] = number
-        least = min(self._acknowledged.values())
-        while self._unacknowledged and (first := next(iter(self._unacknowledged))) <= least:
-            del self._unacknowledged[first]
+        self._highest[shard] = number
+        least = min(self._highest.values())
+        while self._pending and (first := next(iter(self._pending))) <= least:
+            del self._pending[first]
 
-    def on_decided(self, message: Decided) -> None:
+    def on_entry(self, message: LogEntry) -> None:
         """On another shard: take an entry.
 
         Raises:
@@ -108,7 +108,7 @@ class DecisionLog:
         """Apply the entries whose turn it is, and that are allowed now.
 
         Raises:
-            ProtocolError: as `on_decided`.
+            ProtocolError: as `on_entry`.
         """
         early, number = self._early, self.number
         votes = True
@@ -121,16 +121,16 @@ class DecisionLog:
             self._acknowledge()
 
     def _acknowledge(self) -> None:
-        self._outbox.append(Send(LEAD, Known(self._shard, self.number)))
+        self._outbox.append(Send(LEAD, Acknowledge(self._shard, self.number)))
 
     def deadline_reached(self, now: float) -> None:
         """On the lead: repeat what shards have not acknowledged."""
         if self.deadline is None or self.deadline > now:
             return
-        for number, (decision, repeat_at) in self._unacknowledged.items():
+        for number, (decision, repeat_at) in self._pending.items():
             if repeat_at <= now:
-                self._unacknowledged[number] = decision, now + self._resend_s
-                behind = [each for each, known in self._acknowledged.items() if known < number]
-                self._outbox.extend([Send(shard, Decided(number, decision)) for shard in behind])
-        times = [repeat_at for _, repeat_at in self._unacknowledged.values()]
+                self._pending[number] = decision, now + self._resend_s
+                behind = [each for each, known in self._highest.items() if known < number]
+                self._outbox.extend([Send(shard, LogEntry(number, decision)) for shard in behind])
+        times = [repeat_at for _, repeat_at in self._pending.values()]
         self.deadline = min(times, default=None)

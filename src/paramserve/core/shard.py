@@ -71,6 +71,7 @@ from paramserve.core.shard_sessions import (
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import DefineMismatch, Overloaded, ParamServeError, UnknownName
 from paramserve.messages import (
+    Acknowledge,
     Assign,
     BlockSpec,
     Commit,
@@ -80,7 +81,6 @@ from paramserve.messages import (
     CutDone,
     CutOver,
     CutTo,
-    Decided,
     Decision,
     Define,
     Delete,
@@ -90,7 +90,7 @@ from paramserve.messages import (
     GroupMembership,
     GroupReport,
     JoinGroup,
-    Known,
+    LogEntry,
     Pause,
     PeerMessage,
     Put,
@@ -346,7 +346,7 @@ class Shard:
 
     def _from_shard(self, message: PeerMessage) -> None:
         if type(message) is Vote:
-            self.decisions.on_known(message.shard, message.known)
+            self.decisions.on_acknowledge(message.shard, message.known)
         if self.cuts.stops and self._waits_for_cut(message):
             if FromShard(message) not in self._deferred:
                 self._deferred.append(FromShard(message))
@@ -354,10 +354,10 @@ class Shard:
         match message:
             case CutAsk() | CutAt() | CutTo() | CutDone() | CutOver():
                 self.cuts.on_message(message, self._now)
-            case Decided():
-                self.decisions.on_decided(message)
-            case Known():
-                self.decisions.on_known(message.shard, message.number)
+            case LogEntry():
+                self.decisions.on_entry(message)
+            case Acknowledge():
+                self.decisions.on_acknowledge(message.shard, message.number)
             case _:
                 machine = self.groups.get(message.group)
                 if machine is not None:  # else its define is on the way, and the sender repeats

@@ -83,6 +83,7 @@ from paramserve.messages.leases import (
 )
 from paramserve.messages.opening import COORDINATOR_ROLES, Hello, Welcome
 from paramserve.messages.peers import (
+    Acknowledge,
     Commit,
     CutAsk,
     CutAt,
@@ -90,10 +91,9 @@ from paramserve.messages.peers import (
     CutMessage,
     CutOver,
     CutTo,
-    Decided,
     Decision,
     GroupMembership,
-    Known,
+    LogEntry,
     Pause,
     Paused,
     PeerMessage,
@@ -214,8 +214,8 @@ __all__ = [
     "Pause",
     "Switch",
     "Decision",
-    "Decided",
-    "Known",
+    "LogEntry",
+    "Acknowledge",
     "Paused",
     "CutAsk",
     "CutAt",

@@ -89,14 +89,14 @@ class Pause(Struct, frozen=True, array_like=True, tag="pause"):
 Decision = Commit | GroupMembership | Pause | Switch
 
 
-class Decided(Struct, frozen=True, array_like=True, tag="decided"):
+class LogEntry(Struct, frozen=True, array_like=True, tag="log-entry"):
     """An entry of the decision log, from the lead: every shard applies them in this order."""
 
     number: int
     decision: Decision
 
 
-class Known(Struct, frozen=True, array_like=True, tag="known"):
+class Acknowledge(Struct, frozen=True, array_like=True, tag="acknowledge"):
     """This shard has applied the decisions up to this number."""
 
     shard: int
@@ -185,4 +185,4 @@ class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
 
 
 CutMessage = CutAsk | CutAt | CutTo | CutDone | CutOver
-PeerMessage = Vote | Prepare | Decided | Known | Paused | CutMessage
+PeerMessage = Vote | Prepare | LogEntry | Acknowledge | Paused | CutMessage

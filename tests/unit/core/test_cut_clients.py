@@ -18,7 +18,7 @@ from paramserve.core.events import (
     DeadlineReached,
     FromShard,
 )
-from paramserve.messages import CutDone, CutTaken, Decided
+from paramserve.messages import CutDone, CutTaken, LogEntry
 
 READERS = range(10, 16)
 
@@ -164,7 +164,7 @@ def test_client_that_ended_around_a_commit_has_its_step_on_all_shards_and_is_not
     commits = []
     while one.wire:
         shard, message = one.wire.pop(0)
-        if isinstance(message, Decided) and shard != LEAD:
+        if isinstance(message, LogEntry) and shard != LEAD:
             commits.append((shard, message))
         else:
             one.happen(FromShard(message), shard)

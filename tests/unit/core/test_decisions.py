@@ -6,7 +6,14 @@ import pytest
 
 from paramserve.core.decisions import EARLY_MAX, LEAD, DecisionLog
 from paramserve.core.events import GroupEffect, Send
-from paramserve.messages import Commit, Decided, Decision, GroupMembership, Known, PeerMessage
+from paramserve.messages import (
+    Acknowledge,
+    Commit,
+    Decision,
+    GroupMembership,
+    LogEntry,
+    PeerMessage,
+)
 
 RESEND_S = 0.5
 
@@ -56,11 +63,11 @@ class Logs:
     def deliver(self) -> None:
         while self.wire:
             shard, message = self.wire.pop(0)
-            if isinstance(message, Decided):
-                self.logs[shard].on_decided(message)
+            if isinstance(message, LogEntry):
+                self.logs[shard].on_entry(message)
             else:
-                assert isinstance(message, Known)
-                self.logs[shard].on_known(message.shard, message.number)
+                assert isinstance(message, Acknowledge)
+                self.logs[shard].on_acknowledge(message.shard, message.number)
             self.send()
 
     def wait(self) -> None:
@@ -99,11 +106,11 @@ def test_lost_decisions_are_repeated_until_they_are_acknowledged() -> None:
     one.wire = [each for each in one.wire if each[0] == 1]
     one.deliver()
     one.wait()
-    assert one.wire == [(2, Decided(1, first)), (2, Decided(2, second))]
+    assert one.wire == [(2, LogEntry(1, first)), (2, LogEntry(2, second))]
     one.wire.pop()
     one.deliver()
     one.wait()
-    assert one.wire == [(2, Decided(2, second))]
+    assert one.wire == [(2, LogEntry(2, second))]
     one.deliver()
     assert one.applied == [[first, second]] * 3
     one.wait()
@@ -113,10 +120,10 @@ def test_lost_decisions_are_repeated_until_they_are_acknowledged() -> None:
 def test_commit_is_acknowledged_by_the_next_vote_other_decisions_at_once() -> None:
     one = Logs()
     one.append(commit(0))
-    one.logs[1].on_decided(Decided(1, commit(0)))
+    one.logs[1].on_entry(LogEntry(1, commit(0)))
     assert not one.logs[1]._outbox
-    one.logs[1].on_decided(Decided(2, MEMBERS))
-    assert list(one.logs[1]._outbox) == [Send(LEAD, Known(1, 2))]
+    one.logs[1].on_entry(LogEntry(2, MEMBERS))
+    assert list(one.logs[1]._outbox) == [Send(LEAD, Acknowledge(1, 2))]
 
 
 def test_decision_is_not_repeated_before_its_time() -> None:
@@ -127,7 +134,7 @@ def test_decision_is_not_repeated_before_its_time() -> None:
     one.wire = []
     one.now = RESEND_S
     one.logs[LEAD].deadline_reached(one.now)
-    assert one.send() == [(1, Decided(1, commit(0)))]
+    assert one.send() == [(1, LogEntry(1, commit(0)))]
 
 
 def test_shard_that_stops_applies_what_has_come_when_it_goes_on() -> None:
@@ -143,14 +150,14 @@ def test_shard_that_stops_applies_what_has_come_when_it_goes_on() -> None:
     one.stops.clear()
     one.logs[1].go_on()
     assert one.applied[1] == [MEMBERS, commit(0)]
-    assert one.send() == [(LEAD, Known(1, 2))]
+    assert one.send() == [(LEAD, Acknowledge(1, 2))]
 
 
 def test_decisions_far_ahead_are_not_kept() -> None:
     one = Logs()
-    one.logs[1].on_decided(Decided(EARLY_MAX + 1, MEMBERS))
+    one.logs[1].on_entry(LogEntry(EARLY_MAX + 1, MEMBERS))
     assert not one.logs[1]._early
-    one.logs[1].on_decided(Decided(EARLY_MAX, MEMBERS))
+    one.logs[1].on_entry(LogEntry(EARLY_MAX, MEMBERS))
     assert one.logs[1]._early
     assert one.applied[1] == []
 
@@ -160,14 +167,14 @@ def test_acknowledgement_of_what_is_not_there_changes_nothing(shard: int, number
     one = Logs()
     one.append(commit(0))
     one.wire = []
-    one.logs[LEAD].on_known(shard, number)
+    one.logs[LEAD].on_acknowledge(shard, number)
     one.wait()
-    assert one.wire == [(1, Decided(1, commit(0)))]
+    assert one.wire == [(1, LogEntry(1, commit(0)))]
 
 
 def test_lead_takes_no_decision_from_another_shard() -> None:
     one = Logs()
-    one.logs[LEAD].on_decided(Decided(1, MEMBERS))
+    one.logs[LEAD].on_entry(LogEntry(1, MEMBERS))
     assert (one.applied[LEAD], one.logs[LEAD].number, one.send()) == ([], 0, [])
 
 
@@ -188,5 +195,5 @@ def test_decision_that_cannot_be_applied_holds_those_behind_it() -> None:
     log._allows = refuse
     for number in (1, 2):
         with pytest.raises(ValueError, match="no such policy"):
-            log.on_decided(Decided(number, MEMBERS))
+            log.on_entry(LogEntry(number, MEMBERS))
     assert (log.number, one.applied[1]) == (0, [])

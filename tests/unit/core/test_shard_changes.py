@@ -12,7 +12,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, DeadlineReached, FromShard
-from paramserve.messages import Decided, Done, SetPolicy, Switch
+from paramserve.messages import Done, LogEntry, SetPolicy, Switch
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def test_shard_that_has_missed_a_change_hears_of_it_although_another_has_begun()
         kept = [
             (to, message)
             for to, message in one.wire
-            if to == 1 and isinstance(message, Decided) and isinstance(message.decision, Switch)
+            if to == 1 and isinstance(message, LogEntry) and isinstance(message.decision, Switch)
         ]
         one.wire = [each for each in one.wire if each not in kept]
         if one.wire:

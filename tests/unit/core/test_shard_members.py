@@ -26,12 +26,12 @@ from paramserve.messages import (
     CURRENT_CLOCK,
     Commit,
     CutAt,
-    Decided,
     Define,
     Done,
     GroupReport,
     Inquire,
     JoinGroup,
+    LogEntry,
     Refused,
     SuspendMembership,
 )
@@ -244,7 +244,7 @@ def test_rank_joins_when_every_shard_knows_that_it_is_no_member_of_what_follows(
     late = [
         (to, message)
         for to, message in one.wire
-        if to == 1 and isinstance(message, Decided) and message.decision.group == follows
+        if to == 1 and isinstance(message, LogEntry) and message.decision.group == follows
     ]
     assert late
     one.wire = [each for each in one.wire if each not in late]

@@ -36,11 +36,11 @@ from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.stepping import adapted
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
-    Decided,
     Done,
     GroupPolicy,
     Inquire,
     JoinGroup,
+    LogEntry,
     Paused,
     Refused,
     SetPolicy,
@@ -413,7 +413,7 @@ def test_switch_to_a_policy_that_cannot_be_built_is_a_protocol_error() -> None:
     one = rig(Async(), shards=2, workers=1)
     wrong = GroupPolicy(0, 1, 5, RuleSpec("BoundedStaleness", {"bound": -3}))
     with pytest.raises(ProtocolError, match="a switch of group 'group 0' to BoundedStaleness was"):
-        one.happen(FromShard(Decided(1, Switch(wrong))), 1)
+        one.happen(FromShard(LogEntry(1, Switch(wrong))), 1)
     push(one, A)
     assert one.value(shard=1) == [1.0]
 

@@ -15,15 +15,15 @@ from paramserve.core import collecting, stepping
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
 from paramserve.core.replies import gathered
 from paramserve.messages import (
+    Acknowledge,
     Assign,
     Commit,
-    Decided,
     Done,
     Gradient,
     GroupMembership,
     Inquire,
     JoinGroup,
-    Known,
+    LogEntry,
     Prepare,
     Refused,
     Step,
@@ -338,9 +338,9 @@ def test_repeated_commit_is_applied_once() -> None:
     both(one, A, 1.0)
     both(one, B, 1.0)
     one.deliver()
-    one.happen(FromShard(Decided(1, Commit(0, 0, (A, B), 1.0))), 1)
+    one.happen(FromShard(LogEntry(1, Commit(0, 0, (A, B), 1.0))), 1)
     assert values(one) == ([2.0], [2.0])
-    assert one.wire == [(0, Known(1, 1))], "the lead may not know it"
+    assert one.wire == [(0, Acknowledge(1, 1))], "the lead may not know it"
 
 
 def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None:
@@ -348,8 +348,8 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
     both(one, A, 1.0)
     for message in (
         Vote(7, 0, 1, (A,), True, False, 1.0, 0),
-        Decided(9, Commit(0, 5, (A,), 1.0)),
-        Known(7, 5),
+        LogEntry(9, Commit(0, 5, (A,), 1.0)),
+        Acknowledge(7, 5),
         Prepare(0, 5, (A,)),
         Prepare(0, 0, (A,)),
     ):
@@ -439,7 +439,7 @@ def test_vote_by_an_older_decision_about_the_members_is_not_counted() -> None:
     assert (one.wire, committed(one)) == ([], [0, 0])
     one.now += RESEND_S
     one.happen(DeadlineReached(), 0)
-    sent = [message for shard, message in one.wire if shard == 1 and isinstance(message, Decided)]
+    sent = [message for shard, message in one.wire if shard == 1 and isinstance(message, LogEntry)]
     (decision,) = [message.decision for message in sent]
     assert isinstance(decision, GroupMembership)
     assert decision.members[-1] == (2, joiner, 1, 0), "it was lost"
