@@ -126,7 +126,6 @@ class Position:
             worker.client.saving.stop_asking(OWN_LOOP)
             return self._correct_begin(seen)
         place = self.place
-        self._first_step = stepping[0], self.seen
         if worker.incarnation > 1:
             terms = worker.client.steps.terms
             policies = [terms(group).policy for group in worker.groups]
@@ -140,6 +139,7 @@ class Position:
                     ticks=place.ticks,
                 )
                 worker.client.connection.begin_steps(message)
+        self._first_step = stepping[0], self.seen  # an interrupt before this repeats the message
         if self._begins is not None or not self._looks or self._in_pass:
             worker.client.saving.stop_asking(OWN_LOOP)
             return None
