@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,14 +65,17 @@ def all_reporters() -> Iterator[list[Any]]:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        yield [
-            ps.CSV(folder / "loss.csv"),
-            ps.HTML(folder / "report"),
-            ps.TensorBoard(folder / "tensorboard"),
-            ps.Prometheus(port=0),
-            ps.WandB(project="benchmark", dir=str(folder)),
-            ps.MLflow("benchmark", tracking_uri=str(folder / "mlflow")),
-        ]
+        try:
+            yield [
+                ps.CSV(folder / "loss.csv"),
+                ps.HTML(folder / "report"),
+                ps.TensorBoard(folder / "tensorboard"),
+                ps.Prometheus(port=0),
+                ps.WandB(project="benchmark", dir=str(folder)),
+                ps.MLflow("benchmark", tracking_uri=str(folder / "mlflow")),
+            ]
+        finally:
+            import_module("wandb").teardown()  # its process, which ends with this one else
 
 
 def speed(seconds: float, width: int, reporters: Sequence[Any]) -> float:
