@@ -7,14 +7,23 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.faults import victims
 from tests.faults.drivers import driver
 from tests.faults.leftovers import all_end, folders
 
 import paramserve as ps
+from paramserve.compiling import load_kernels
+from paramserve.rules import SGD
 
 STOPS_WITHIN_S = 2.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    """Workers that compile them first say so, in the output that is looked at here."""
+    load_kernels(np.dtype("float32"), SGD(lr=0.1))
 
 
 WAITS = ("job.wait()", "for _ in job.snapshots(every=10**6, name='default'): pass")

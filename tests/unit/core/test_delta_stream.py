@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paramserve.codecs import BFloat16, Codec, Delta, Int4, Int8, RandomK, Sign, TopK
+from paramserve.compiling import load_codecs, load_kernels
 from paramserve.core.delta_stream import (
     DELTAS_MAX,
     HEAD_BYTES,
@@ -23,6 +24,15 @@ from paramserve.core.delta_stream import (
 from paramserve.core.request_memory import aligned
 
 SIZE = 700
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    """Other tests of this process may have closed them to types that are not loaded."""
+    load_codecs()
+    load_kernels(np.dtype("float32"))
+
+
 INT4 = Int4()
 CODECS: list[Codec] = [
     *(BFloat16(), Int8(), Int4(), Int4(rounding="stochastic"), Sign(32)),
