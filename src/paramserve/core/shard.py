@@ -372,7 +372,7 @@ class Shard:
     # --- decisions -------------------------------------------------------------------------------
 
     def _allows(self, decision: Decision) -> bool:
-        """Whether an entry of the log may be applied now; a commit may be behind a cut.
+        """Whether an entry of the log may be applied now; a commit or a pause may be behind a cut.
 
         Raises:
             ProtocolError: this shard cannot apply it.
@@ -380,6 +380,8 @@ class Shard:
         if isinstance(decision, Commit):
             cuts = self.cuts
             return not cuts.stops or cuts.allows_commit(decision.group, decision.clock)
+        if isinstance(decision, Pause):  # shard 0 may have its part of a cut, without that change
+            return not self.cuts.stops
         if isinstance(decision, Switch) and decision.change.group in self.groups:
             self.groups[decision.change.group].policies.build(decision)
         return True

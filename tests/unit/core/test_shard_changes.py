@@ -11,8 +11,8 @@ from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.consistency.registry import spec
-from paramserve.core.events import ClientBye, DeadlineReached, FromShard
-from paramserve.messages import Done, LogEntry, SetPolicy, Switch
+from paramserve.core.events import ClientBye, CutWanted, DeadlineReached, FromShard
+from paramserve.messages import Done, LogEntry, Pause, SetPolicy, Switch
 
 
 @dataclass(frozen=True)
@@ -173,3 +173,16 @@ def test_shard_that_has_missed_a_change_hears_of_it_although_another_has_begun()
     one.deliver()
     assert len(set(switched(one))) == 1
     assert switched(one)[0] > 4
+
+
+def test_pause_waits_for_a_cut_of_which_shard_0_may_have_its_part() -> None:
+    one = rig(Async(), shards=2, workers=1)
+    one.happen(CutWanted())
+    one.deliver_one()
+    assert one.shards[1].cuts.stops
+    one.happen(FromShard(LogEntry(1, Pause(0, 1))), 1)
+    changes = one.shards[1].groups[0].state.changes
+    assert changes.paused is None
+    one.deliver()
+    assert not one.shards[1].cuts.stops
+    assert changes.paused is not None
