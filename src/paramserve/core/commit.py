@@ -112,8 +112,9 @@ class Collect:
             self.reported.append((rank, older))
 
     def forget(self, rank: int, client: int) -> Contribution | None:
-        """A rank is a member again by this client, on all shards: what an older one has pushed for
-        this clock is in none. What was kept of it, if anything."""
+        """A rank that was no member is one again by this client, and steps this clock: what an
+        older one has pushed for it is in the clock on no shard. What was kept of it, if anything.
+        """
         self.reported = [each for each in self.reported if each[0] != rank]
         older = self.pending.get(rank)
         if older is None or older.session.client == client:

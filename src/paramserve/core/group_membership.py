@@ -88,13 +88,12 @@ class MembershipAgreement:
         self._decisions.append(GroupMembership(self._state.id, entries), self._state.now)
 
     def on_decision(self, decision: GroupMembership) -> dict[int, JoinedBy]:
-        """Go by the lead's decision; who has joined by it."""
+        """Go by the lead's decision; who has joined by it and was no member before."""
         state, members = self._state, self._state.members
         self.newest = self._decisions.number
         joined = {rank: JoinedBy(*by) for rank, *by in decision.members}
-        # Elsewhere the shards have the clocks of members that do not wait for each other: a rank
-        # that joins begins where the lead has said.
-        new = {rank: by for rank, by in joined.items() if by != members.joined.get(rank)}
+        # A rank that has stayed a member goes on behind a step that all shards have.
+        new = {rank: by for rank, by in joined.items() if rank not in members.joined}
         members.decided(joined, state.start if state.collects else 0)
         return new
 

@@ -31,6 +31,19 @@ def test_gradients_of_an_older_incarnation_are_in_no_clock_that_the_newer_has_jo
     assert [one.answers(FIRST, shard)[-1].kind for shard in (0, 1)] == ["WorkerFenced"] * 2
 
 
+def test_gradients_of_an_older_incarnation_stay_in_the_clock_of_a_rank_that_stayed_member() -> None:
+    one = pair()
+    both(one, FIRST, 1.0)
+    one.tell(one.members((FIRST, 1, "restarting"), (OTHER, 1, "live")))
+    one.tell(one.members((SECOND, 2, "live"), (OTHER, 1, "live")))
+    one.join(SECOND, 0, incarnation=2)
+    for shard in (0, 1):
+        one.send(SECOND, JoinGroup(0, 0), shard)
+    one.deliver()
+    both(one, OTHER, 10.0)
+    assert resent(one) == [11.0, 11.0], "it goes on behind a step that all shards have"
+
+
 def test_clock_that_forgets_an_older_incarnation_begins_with_the_next_gradients() -> None:
     one = rig(Sync(reduce="sum", timeout_s=10.0))
     one.step(FIRST, {0: [1.0]})
