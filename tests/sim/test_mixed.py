@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from tests.sim.policies import POLICIES
+from tests.sim.policies import POLICIES, TABLE_POLICIES
 from tests.sim.workloads.tables import table_beside_tensors
 
 from paramserve.client.links import Framed, Links, ReachedShard
@@ -30,17 +30,17 @@ FOUND_WITHIN = 60
         ("sync-backup", "async"),
         ("async", "sync"),
         ("async", "async"),
-        ("bounded-1", "bounded-4"),  # both of 1: see docs/consistency.md
+        ("bounded-1", "bounded-1"),
     ],
 )
 def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, table: str) -> None:
-    together = POLICIES[tensors].collects and POLICIES[table].collects
+    together = POLICIES[tensors].collects and TABLE_POLICIES[table].collects
     for seed in range(SEEDS):
         replay(
             seed,
             workload=table_beside_tensors,
             consistency=POLICIES[tensors],
-            second=POLICIES[table],
+            second=TABLE_POLICIES[table],
             others=(),
             restarts=False if together else None,  # see `test_seeds_of_two_groups_that_collect`
         )

@@ -15,7 +15,7 @@ from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation
 SEEDS = 60
 """The rarest of them showed first at seed 51."""
 SEEDS_WITH_RESTARTS = 120
-SEEDS_OF_DRIVERS = 200
+SEEDS_OF_DRIVERS = 120
 """The rarest of them shows first at seed 71."""
 CASES = [
     *(

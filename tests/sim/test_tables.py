@@ -44,7 +44,7 @@ from paramserve_testing import (
 from paramserve_testing.history import Row
 
 SEEDS = 6
-FOUND_WITHIN = 200
+FOUND_WITHIN = 60
 """Seeds after which a planted bug has been found."""
 STEPS = 20
 """Of each client there."""
@@ -332,7 +332,11 @@ def nan_is_looked_for_in_the_first_row_only(
         (clock_forgets_keys_that_only_later_workers_have, Sync(reduce="sum"), {"exactly_once"}),
         (equal_keys_are_not_summed, Sync(reduce="sum"), {"exactly_once"}),
         (rows_are_read_to_the_places_of_others, Async(), {"counters_agree"}),
-        (nan_is_looked_for_in_the_first_row_only, Async(), {"spoiled_gradients_change_nothing"}),
+        (
+            nan_is_looked_for_in_the_first_row_only,
+            Sync(reduce="sum", on_nonfinite="skip"),
+            {"spoiled_gradients_change_nothing"},
+        ),
         (resent_delete_removes_again, Async(), {"exactly_once", "sessions_in_order"}),
         (delete_overtakes_what_came_before, Sync(reduce="sum"), {"exactly_once"}),
         (delete_leaves_a_row, Async(), {"exactly_once"}),
