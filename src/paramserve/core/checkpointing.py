@@ -399,7 +399,7 @@ class Checkpointing:
         if under_way is not None and under_way.stage is not _Stage.COMMITTING:
             self._give_up(f"the server of shard {shard} is gone", now)
 
-    def came_again(self, shard: int, now: float) -> None:
+    def repeat_notice(self, shard: int, now: float) -> None:
         """A server has connected again: what it was told may be lost."""
         under_way = self._under_way
         if self._over is not None:

@@ -103,11 +103,8 @@ def cannot_fail(step: Step, parts: list[Part]) -> bool:
 
 
 def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: int) -> Vote:
-    """What this shard can say about these contributions; prepares their update.
-
-    Args:
-        known: the last entry of the decision log that this shard has applied.
-    """
+    """What this shard can say about these contributions, and that it has applied the decision log
+    up to this entry; prepares their update."""
     epoch, pending = state.at(state.committed), state.collect.pending
     state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]

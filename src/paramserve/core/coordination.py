@@ -583,7 +583,7 @@ class Coordination:
             self.membership.heard_server(self.membership.servers[party.shard].beat, self._now)
             self._decided.members = self.membership.snapshot()
             if self.checkpoints is not None:
-                self.checkpoints.came_again(party.shard, self._now)
+                self.checkpoints.repeat_notice(party.shard, self._now)
 
     def _known(self, message: Reconnect) -> Party:
         """The party that reconnects, if it is still waited for."""

@@ -296,8 +296,8 @@ class CutAgreement:
     def _begin_next(self) -> None:
         """Begin the next attempt, behind a flush if there is to be one."""
         if self._wanted[0].flushes:
-            wanted = self._wanted.popleft()
-            self._want_flushed(wanted, min(self._now + limit_s(self._sessions), wanted.until))
+            attempt = self._wanted.popleft()
+            self._want_flushed(attempt, min(self._now + limit_s(self._sessions), attempt.until))
         else:
             self._begin()
 

@@ -112,11 +112,11 @@ class DecisionLog:
         """
         early, number = self._early, self.number
         votes = True
-        while (following := early.get(self.number + 1)) is not None and self._allows(following):
+        while (entry := early.get(self.number + 1)) is not None and self._allows(entry):
             self.number += 1
             del early[self.number]
-            votes = votes and type(following) is Commit
-            self._apply(following)
+            votes = votes and type(entry) is Commit
+            self._apply(entry)
         if self.number > number and not votes:
             self._acknowledge()
 

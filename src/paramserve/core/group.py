@@ -601,11 +601,11 @@ class GroupMachine:
         state = self.state
         epoch = state.at(state.committed)
         enough = partial(self._enough, epoch)
-        decided = self.lead.on_vote(message, state.committed, epoch, enough)
-        if isinstance(decided, Commit):
-            self._decisions.append(decided, state.now)
+        outcome = self.lead.on_vote(message, state.committed, epoch, enough)
+        if isinstance(outcome, Commit):
+            self._decisions.append(outcome, state.now)
         else:
-            self._outbox.extend([Send(shard, proposal) for shard, proposal in decided])
+            self._outbox.extend([Send(shard, proposal) for shard, proposal in outcome])
 
     def _enough(self, epoch: PolicyEpoch, clients: frozenset[int]) -> bool:
         """Whether a clock that need not wait for all members may be decided with only these."""
