@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ from paramserve.errors import CollectiveMismatch, ParamServeError
 
 STEPS, OF_EPOCH, DIES_AT = 6, 2, 4
 """Steps in all and in an epoch, and the step at whose beginning a rank dies."""
+IN_PASS = 4
+"""For `Case.where`: it dies behind the first step of an epoch."""
 LIVE_S = 10.0
 """Less than the wait for ranks that live and wait for this one: a step finds it at its second look,
 5 s after the first one."""
@@ -66,6 +68,10 @@ class Program:
             if calls:
                 results = self._collect(worker, model, number)
                 continue
+            at = (worker.rank, worker.incarnation, self._done(worker), self.case.where)
+            if at == (self.case.victim, 1, DIES_AT + 1, IN_PASS):
+                worker.client.drain()
+                raise Killed
             model.zero_grad()
             scale = sum(each for each in results if each is not None) or 1.0
             (scale * loss_of(model, worker.rank, number)).backward()
@@ -104,9 +110,13 @@ class Program:
             loader = worker.loader(TensorDataset(numbers), batch_size=1, shuffle=False)
             epochs = STEPS // OF_EPOCH
             for epoch in loader.epochs(epochs) if "epochs" in self.case.loop else range(epochs):
-                if before:
+                drawn = "drawn" in self.case.loop
+                if before and not drawn:
                     yield True, OF_EPOCH * epoch
-                for (number,) in loader:
+                batches = iter(loader)
+                if drawn:
+                    yield True, OF_EPOCH * epoch
+                for (number,) in batches:
                     yield False, OF_EPOCH * epoch + int(number)
                 if behind:
                     yield True, OF_EPOCH * (epoch + 1)
@@ -156,12 +166,17 @@ def play(make_cluster: MakeCluster, case: Case, request_s: float) -> dict[int, A
 
 
 def check(
-    make_cluster: MakeCluster, case: Case, victim: int, request_s: float, values: bool = True
+    make_cluster: MakeCluster,
+    case: Case,
+    victim: int,
+    request_s: float,
+    values: bool = True,
+    places: Sequence[int] = (0, 1, 3),  # before its calls, between two, and behind them
 ) -> None:
     """Wherever a rank dies, the ranks end with the values of the unbroken run, and wait for none
     that lives."""
     whole = play(make_cluster, case, request_s)
-    for where in (0, 1, 3):  # before its calls, between two, and behind them
+    for where in places:
         began = time.monotonic()
         dying = case._replace(victim=victim, where=where)
         returned = play(make_cluster, dying, request_s)
@@ -205,6 +220,16 @@ def test_optimizers_that_step_in_turn_have_the_collectives_of_their_step(
 ) -> None:
     """The clock of one optimizer is the same before several steps."""
     check(make_cluster, Case(loop, "all_reduce", 2), victim, 1.0)
+
+
+@pytest.mark.parametrize("loop", ["drawn range", "drawn epochs"])
+def test_call_between_iter_and_the_first_batch_is_one_before_the_pass(
+    make_cluster: MakeCluster, loop: str
+) -> None:
+    """Also where the next incarnation goes on within that pass: its steps count from the first
+    batch that it asks for."""
+    case = Case(loop, "all_reduce", 1)
+    check(make_cluster, case, 1, 1.0, places=(0, 1, 3, IN_PASS))
 
 
 @pytest.mark.parametrize("loop", ["own", "print own", "print own rate", "print own every"])

@@ -246,6 +246,9 @@ class Loader:
         return Extent(self._length, self._per_step, -(-self._length // len(self._batches)))
 
     def __iter__(self) -> Iterator[Any]:
+        # A pass begins with the first batch that is asked for, not in `iter(loader)`: a collective
+        # between the two comes before the pass, also in a rank that goes on within the pass. Its
+        # place would lie behind the steps that this pass leaves out.
         worker, trains = self._worker, torch.is_grad_enabled()
         course = worker.course
         if worker.leased is not None:  # steps are no longer with the batches of a leased loader
