@@ -631,6 +631,36 @@ def test_rank_that_came_back_takes_the_blocks_as_the_servers_have_them(
         assert_equal(read(cluster, "head"), read(first, "head"))
 
 
+@pytest.mark.usefixtures("tables_ready")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_steps_of_a_table_before_the_adoption_are_none_of_the_optimizer(
+    make_cluster: MakeCluster, victim: int
+) -> None:
+    """A rank dies behind them: the optimizer's buffers and frozen parameters are not there yet."""
+
+    def train(worker: ps.Worker) -> State:
+        model = two_layers()
+        model["norm"] = nn.BatchNorm1d(1)
+        if worker.rank == 0:
+            model["norm"].running_mean.fill_(3.0)
+        model["body"].requires_grad_(False)
+        table = worker.client.table("rows", 3, rule=ps.SGD(lr=0.1))
+        if worker.incarnation == 1:
+            worker.client.tick("rows").result()
+            if worker.rank == victim:
+                worker.client.drain()
+                raise Killed
+        model["rows"] = rows = Embedding(table)
+        params = [*model["head"].parameters(), *model["norm"].parameters(), *rows.parameters()]
+        worker.optimizer(model, SGD(params, lr=0.1))
+        return {"norm": model["norm"].running_mean.clone()}
+
+    _, ranks = ended(make_cluster, train)
+    assert ranks.restarts == [victim]
+    for rank in (0, 1):
+        assert torch.equal(ranks.returned[rank]["norm"], torch.full((1,), 3.0))
+
+
 def test_added_rank_takes_the_blocks_as_the_servers_have_them(make_cluster: MakeCluster) -> None:
     cluster, clocks = make_cluster(workers=1, restarts=True, policy=ps.Sync()), list[int]()
 

@@ -150,7 +150,8 @@ class Adopted(ABC, Generic[B]):
         self._check_codecs(groups)
         plans = self._plans(dict(enumerate(groups)))
         found = self.tables.find(groups)
-        self._existing.step_with(each.table.group for each in found)
+        if not plans:
+            self._existing.step_with(each.table.group for each in found)
         taken = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
         self._check_trains(groups, bool(found))

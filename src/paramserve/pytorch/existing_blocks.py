@@ -56,7 +56,10 @@ class ExistingBlocks:
         return not any(clock for each in mine for _, clock in (*each.clocks, *each.left))
 
     def step_with(self, groups: Iterable[str]) -> None:
-        """The optimizer steps these tables' groups, too, or has none but these."""
+        """The optimizer has no group of its own: its steps are those of these tables' groups.
+
+        Else they tell nothing of it: the program may have stepped a table before the adoption.
+        """
         self._stepped.update(groups)
 
     @property
