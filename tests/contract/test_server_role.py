@@ -143,10 +143,10 @@ def test_calls_of_several_threads_get_their_own_answers(control: ControlLink) ->
 def test_late_answer_to_a_call_is_not_taken_for_the_next(
     control: ControlLink,
 ) -> None:
-    lookup = Lookup(0, ("nothing",), 0.1)
+    lookup = Lookup(0, ("nothing",), 0.5)
     with pytest.raises(Timeout, match=r"did not answer Lookup in 0\.0 s.*Applied: unknown"):
         control.call(lookup, Found, timeout_s=0.01, slack_s=0.0)
-    time.sleep(0.15)
+    time.sleep(0.6)
     assert ask(control).members == ()
 
 
