@@ -20,6 +20,8 @@ import paramserve as ps
 from paramserve.client import arrow
 from paramserve.errors import DtypeMismatch, NonFinite, ParamServeError, ShapeMismatch, TableFull
 
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
 pa = needs("pyarrow")
 pq = needs("pyarrow.parquet")
 

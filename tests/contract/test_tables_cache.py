@@ -19,6 +19,8 @@ import paramserve as ps
 from paramserve.client import row_reads
 from paramserve.rules import Add
 
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
 
 def test_cache_serves_copies_for_so_many_clocks(cluster: RoleCluster) -> None:
     client, other = cluster.client(), cluster.client()

@@ -24,6 +24,8 @@ from paramserve.errors import PullTimeout, ServerGone, UnknownName
 from paramserve.rules import SGD, Add
 from paramserve.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
 
 def films(client: Client) -> Table:
     return client.table("films", dim=2, rule=Add(), init=ps.Zeros())

@@ -20,6 +20,8 @@ from paramserve.core.table.options import TableOptions
 from paramserve.pytorch.batches import ahead
 from paramserve.pytorch.embedding import Embedding
 
+pytestmark = pytest.mark.usefixtures("tables_ready")
+
 NAMES = ["anna", "bo", "Zoë", "bo"]
 DIM = 3
 
