@@ -4,6 +4,7 @@ what readers find, and what a worker that comes back goes on from."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -393,6 +394,46 @@ def test_module_that_is_replaced_warns_once(
     with pytest.warns(UserWarning, match=text) as warned:
         ended(make_cluster, train, workers=1)
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "how", ["in no optimizer", "frozen", "in a group", "in a group, replaced", "in an optimizer"]
+)
+def test_module_that_is_added_warns_once_where_no_optimizer_has_it(
+    make_cluster: MakeCluster, how: str
+) -> None:
+    def train(worker: ps.Worker) -> None:
+        model = two_layers()
+        parts = [model["body"], model["head"]]
+        optimizers = [
+            worker.optimizer(model, SGD(each.parameters(), lr=0.01), name=f"part {number}")
+            for number, each in enumerate(parts)
+        ]
+        for number in range(22):
+            if number == 2:
+                model["extra"] = new = nn.Linear(2, 2).requires_grad_(how != "frozen")
+                if how.startswith("in a group"):
+                    optimizers[1].add_param_group({"params": list(new.parameters())})
+                if how == "in an optimizer":
+                    extra = worker.optimizer(model, SGD(new.parameters(), lr=0.1), name="extra")
+                    optimizers.append(extra)
+                if "replaced" in how:
+                    new.weight = nn.Parameter(torch.ones(2, 2))
+            loss_of(model, 0, 0).backward()
+            for each in optimizers:
+                each.step()
+
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        cluster, _ = ended(make_cluster, train, workers=1)
+    told = [str(each.message) for each in raised]
+    if how == "in no optimizer":
+        (text,) = told
+        assert "'extra.weight' (and 1 more) was added" in text
+        assert not any("extra" in name for name in read(cluster, "part 0"))
+    else:
+        assert not any("was added" in text for text in told)
+        assert len(told) == ("replaced" in how)
 
 
 # --- layers that are trained later ----------------------------------------------------------------

@@ -20,6 +20,7 @@ from paramserve.config import BUFFERS
 from paramserve.errors import ParamServeError, warn_user
 from paramserve.messages import VALUE
 from paramserve.observe.history import History, StepRecord
+from paramserve.pytorch.additions import Additions
 from paramserve.pytorch.block import AdoptedBlock, Layout, Sample, lay_out, sharing
 from paramserve.pytorch.buffers import BUFFERS_EVERY, Untrained
 from paramserve.pytorch.changing import Changing
@@ -126,6 +127,7 @@ class Adopted(ABC, Generic[B]):
         self._at_rest: dict[str, tuple[Tensor, Sample]] = {}
         """What it was given then, and had frozen: the values, for the first steps."""
         self._replacements = Replacements(self.names, settings.name)
+        self._additions = Additions(self.names, self._registry, settings.name)
         self._unserved: dict[int, Tensor] = {}
         """Frozen parameters that the optimizer was given, by identity: they are defined when they
         are trained after all."""
@@ -291,6 +293,9 @@ class Adopted(ABC, Generic[B]):
         self.names.look()
         found = self.tables.find([group])
         self._define_later(self._plans({index: group}))
+        given = {id(param) for param in group["params"]}
+        slots = self.names.parameters.values()
+        self._registry.watch(slot for slot in slots if id(slot.value()) in given)
         self.tables.adopt(found, [group])
         self._keep_unserved([group])
         self._worker.stepped.extend(each.table.group for each in found)
@@ -406,11 +411,13 @@ class Adopted(ABC, Generic[B]):
     # --- replaced parameters ----------------------------------------------------------------------
 
     def _find_replacements(self) -> None:
-        """Find parameters that the model has replaced: these change without a step from now on."""
+        """Find parameters that the model has replaced: these change without a step from now on.
+        Tell of those that were added to it."""
         self.names.follow()
         if self._taken is None:
             for slot in self._replacements.look():
                 self._changing.add(slot)
+            self._additions.look()
 
     def _assign_replaced(self) -> None:
         """Give the servers the model's own values of parameters that were replaced."""

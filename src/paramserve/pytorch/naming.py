@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import NamedTuple
 
@@ -109,23 +110,30 @@ class Names:
         """By identity; the tensors too, so that no other one gets the same."""
         self._modules: list[Module | None] = []
         """All but the model itself, as they were at the last look."""
-        self._holders: list[tuple[Mapping[str, Module | None], str]] = []
-        """Where each is: the modules of its parent, and the name there."""
+        self._holders: list[Mapping[str, Module | None]] = []
+        """Where they are: the modules of each one, by name."""
+        self._keys: list[str] = []
+        """Their names there."""
         self.look()
 
     def follow(self) -> None:
-        """Look again, if a module is no longer where it was. Cheap enough for a step."""
-        present = [modules.get(key) for modules, key in self._holders]
-        if not all(map(is_, present, self._modules)):
+        """Look again, if a module is no longer where it was, or was added. Cheap enough for a
+        step."""
+        keys, present = self._children()
+        if keys != self._keys or not all(map(is_, present, self._modules)):
             self.look()
+
+    def _children(self) -> tuple[list[str], list[Module | None]]:
+        """The names and modules that the holders have now."""
+        modules = chain.from_iterable(each.values() for each in self._holders if each)
+        return [*chain.from_iterable(self._holders)], [*modules]
 
     def look(self) -> None:
         """Learn of tensors that are new in the model, and of modules that others have replaced."""
         self.looks += 1
         found = list(places(self.model))
-        parents = [place.module._modules for place in found]
-        self._holders = [(modules, key) for modules in parents for key in modules]
-        self._modules = [module for modules in parents for module in modules.values()]
+        self._holders = [place.module._modules for place in found]
+        self._keys, self._modules = self._children()
         modules_now = {place.raw: place.module for place in found}
         for slot in (*self.parameters.values(), *self.buffers.values()):
             slot.owner = modules_now.get(slot.raw.rpartition(".")[0])

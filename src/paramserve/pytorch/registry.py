@@ -49,6 +49,8 @@ class Registry:
         self._watched: dict[tuple[int, str], Module | None] = {}
         """The modules, too, so that no other one gets the identity of one that was replaced."""
         self._replaced: set[tuple[int, str]] = set()
+        self._unowned: dict[int, Tensor] = {}
+        """What `unowned` has given, kept as in `Owner`."""
 
     @staticmethod
     def of(worker: Worker) -> Registry:
@@ -75,6 +77,19 @@ class Registry:
     def owner(self, tensor: Tensor) -> Owner | None:
         """Whose value a tensor has; None: of no optimizer's group."""
         return self._owners.get(id(tensor))
+
+    def unowned(self, found: Iterable[tuple[Slot, Tensor]]) -> list[str]:
+        """The names of what has no owner, in places that no optimizer looks after; each tensor
+        once, also where several optimizers of a model ask."""
+        new = {
+            id(tensor): (slot.name, tensor)
+            for slot, tensor in found
+            if self.owner(tensor) is None
+            and id(tensor) not in self._unowned
+            and (id(slot.owner), slot.attribute) not in self._watched
+        }
+        self._unowned |= {key: tensor for key, (_, tensor) in new.items()}
+        return [name for name, _ in new.values()]
 
     def replace(self, slot: Slot) -> None:
         """Note that an older incarnation had replaced a parameter that an optimizer steps."""
