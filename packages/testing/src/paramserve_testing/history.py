@@ -284,6 +284,7 @@ class History:
         unfinished: what was still waiting when time was up, one text for each.
         slow: who moved too late after the network had healed, one text for each.
         raised: exceptions that ended a process, one text for each.
+        incarnations: of its rank, by writer.
     """
 
     collects: bool
@@ -312,6 +313,7 @@ class History:
     unfinished: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
+    incarnations: dict[int, int] = field(default_factory=dict)
     _orders: Iterator[int] = field(default_factory=lambda: count(1))
 
     def next(self) -> int:

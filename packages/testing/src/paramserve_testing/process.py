@@ -206,6 +206,8 @@ class ClientProcess(ABC):
         told = self.exchange.reports(self._deadlines.start_s) if goes_on else []
         self.steps.resume(told, returned=joined.returned)
         self.clocks = self.steps.clocks
+        for history in self.cluster.histories.values():
+            history.incarnations[self.writer] = joined.incarnation
         self.member_told()
 
     def _work(self) -> None:

@@ -90,8 +90,9 @@ def _resumed_wrongly(history: History) -> list[str]:
     """A later incarnation that began before what its rank had been told to be done."""
     wrong = []
     reached: dict[int, int] = {}
-    # By number: one that stood still may begin after its rank's later incarnations, in vain.
-    for _, calls in sorted(history.by_writer().items()):
+    # One that stood still may begin after its rank's later incarnations, in vain.
+    of = history.incarnations
+    for _, calls in sorted(history.by_writer().items(), key=lambda each: of.get(each[0], 0)):
         steps = [call for call in calls if call.tick and call.clock >= 0]
         rank = calls[0].rank
         if rank < 0 or not steps:
