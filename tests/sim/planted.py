@@ -44,6 +44,7 @@ from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_membership import ClientMembership, Joining
 from paramserve.core.decisions import DecisionLog
+from paramserve.core.followers import Followers
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers, JoinedBy
 from paramserve.core.group_membership import MembershipAgreement
@@ -57,6 +58,7 @@ from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSessi
 from paramserve.messages import (
     Done,
     GroupMembership,
+    JoinGroup,
     LogEntry,
     ServerBeat,
     SetPolicy,
@@ -626,15 +628,18 @@ def groups_that_follow_are_joined_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
     """A rank is a member of the others before the first clock of its entry is decided."""
-    later = MembershipAgreement.enter_later
+    joined = Shard._join
 
-    def enter(
-        self: MembershipAgreement, rank: int, client: int, seq: int, groups: tuple[int, ...]
-    ) -> None:
-        later(self, rank, client, seq, groups)
-        self.enter_others(rank, client)
+    def join(
+        self: Shard, session: ShardSession, request: Request, message: JoinGroup
+    ) -> Answer | None:
+        answer = joined(self, session, request, message)
+        if answer is not None:
+            rank, client = session.rank, session.client
+            self._outbox.extend(self.followers.end_clock(message.group, rank, client, 0))
+        return answer
 
-    monkeypatch.setattr(MembershipAgreement, "enter_later", enter)
+    monkeypatch.setattr(Shard, "_join", join)
     return SimulatedCluster
 
 
@@ -660,10 +665,35 @@ def rank_that_joins_stays_in_the_other_group(
 def own_clock_of_a_group_that_follows(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A client takes the clock that it has counted for that of a group that follows."""
 
-    def own(self: ClientClocks, group: str, tick: bool) -> int:
-        return self.clocks.get(group, 0)
+    take = ClientClocks._join_at
 
-    monkeypatch.setattr(ClientClocks, "_clock_of_step", own)
+    def own(self: ClientClocks, block: Block, clock: int, late: bool) -> None:
+        if not self.membership.follows(block.group_name):
+            take(self, block, clock, late)
+
+    monkeypatch.setattr(ClientClocks, "_join_at", own)
+    return SimulatedCluster
+
+
+def call_that_broke_between_its_frames_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A rank whose call ended behind its entry begins the next round as if it had not."""
+    monkeypatch.setattr(ClientMembership, "came_again", lambda self: None)
+    return SimulatedCluster
+
+
+def follower_begins_at_the_slowest_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A rank does not begin where those are that are as far as it is in its entry."""
+    monkeypatch.setattr(Followers, "_where", lambda *_: None)
+    return SimulatedCluster
+
+
+def entry_stays_behind(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank whose others are further on in what follows does not pass clocks of its entry."""
+    monkeypatch.setattr(GroupMembers, "pass_over", lambda *_: None)
     return SimulatedCluster
 
 
@@ -672,4 +702,8 @@ GROUPS: tuple[Plant, ...] = (
     groups_that_follow_are_joined_at_once,
     rank_that_joins_stays_in_the_other_group,
     own_clock_of_a_group_that_follows,
+    call_that_broke_between_its_frames_goes_on,
 )
+"""Of two groups in Sync."""
+GROUPS_WITH_A_BOUND: tuple[Plant, ...] = (follower_begins_at_the_slowest_clock, entry_stays_behind)
+"""Of two groups with a bound of 0."""

@@ -13,7 +13,7 @@ from paramserve.client.links import Framed, Links, ReachedShard
 from paramserve.client.payloads import Outgoing
 from paramserve.client.step_parts import StepParts
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async, Sync
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.messages import ShardRequest
 from paramserve_testing import Scenario, SimulatedCluster, Violation, replay
 
@@ -30,6 +30,7 @@ FOUND_WITHIN = 60
         ("sync-backup", "async"),
         ("async", "sync"),
         ("async", "async"),
+        ("bounded-0", "bounded-0"),
         ("bounded-1", "bounded-1"),
     ],
 )
@@ -44,6 +45,13 @@ def test_seeds_of_a_table_beside_tensors_keep_every_invariant(tensors: str, tabl
             others=(),
             restarts=False if together else None,  # see `test_seeds_of_two_groups_that_collect`
         )
+
+
+@pytest.mark.parametrize("seed", [4, 20, 105, 141])
+def test_seeds_where_two_groups_with_a_bound_waited_for_each_others_members(seed: int) -> None:
+    # Ranks that had rested or come back were further on in one group than in the other.
+    bounded = BoundedStaleness(1)
+    replay(seed, workload=table_beside_tensors, consistency=bounded, second=bounded, others=())
 
 
 @pytest.mark.parametrize("seed", [6, 27])

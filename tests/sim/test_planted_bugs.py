@@ -9,7 +9,7 @@ import pytest
 from tests.sim import planted, planted_client, planted_drivers, planted_sessions
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async, Sync
+from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation
 
 SEEDS = 60
@@ -90,6 +90,14 @@ def test_planted_bug_of_two_groups_is_found(
     second = Sync(reduce="sum")
     options: dict[str, Any] = {"others": (), "second": second, "restarts": False}
     assert first_violation(kind, second, **options) is not None
+
+
+@pytest.mark.parametrize("plant", planted.GROUPS_WITH_A_BOUND, ids=lambda plant: plant.__name__)
+def test_planted_bug_of_two_groups_with_a_bound_is_found(
+    plant: planted.Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, policy = plant(monkeypatch), BoundedStaleness(0)
+    assert first_violation(kind, policy, others=(), second=policy) is not None
 
 
 @pytest.mark.parametrize(("plant", "policy"), RESTARTS)

@@ -125,11 +125,16 @@ def test_seeds_of_two_groups_that_collect_keep_every_invariant(seeds: range) -> 
 
 @pytest.mark.parametrize(
     ("policy", "second"),
-    [(BoundedStaleness(1), Sync(reduce="sum")), (Sync(reduce="sum"), BoundedStaleness(0))],
-    ids=["bounded first", "bounded second"],
+    [
+        (BoundedStaleness(1), Sync(reduce="sum")),
+        (Sync(reduce="sum"), BoundedStaleness(0)),
+        (BoundedStaleness(0), BoundedStaleness(0)),
+        (BoundedStaleness(1), BoundedStaleness(4)),
+    ],
+    ids=["bounded first", "bounded second", "both of 0", "of 1 and 4"],
 )
 @pytest.mark.parametrize("seeds", split(10, 30))
-def test_seeds_of_a_group_that_collects_and_one_with_a_bound_keep_every_invariant(
+def test_seeds_of_groups_one_of_which_has_a_bound_keep_every_invariant(
     policy: Policy, second: Policy, seeds: range
 ) -> None:
     for seed in seeds:

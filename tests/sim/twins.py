@@ -58,12 +58,12 @@ class ShardWithTwin(Shard):
         sessions = self.sessions.by_client.values()
         return bool(self.groups) and not (
             self.cuts.stops
+            or self.followers.joiners
             or self.decisions._early
             or any(s.held is not None or s.queue or s.gone_at is not None for s in sessions)
             or any(
                 each.state.collect.pending
                 or each.state.changes.paused
-                or each.membership.entering
                 or (each.lead is not None and each.lead._votes)
                 or (each.policies.changing and each.policies.changing.decided is None)
                 for each in self.groups.values()

@@ -13,7 +13,7 @@ from paramserve.core.client_membership import ClientMembership
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.messages import CURRENT_CLOCK, GroupPolicy
+from paramserve.messages import GroupPolicy
 
 
 class ClientClocks:
@@ -37,12 +37,6 @@ class ClientClocks:
         self._told_pending = deque[str]()
         """Groups where a shard has said that this rank is no member; taken before the next step, by
         the thread that holds the client's lock."""
-        self._asking: dict[str, int] = {}
-        """By group where this client does not know its clock: its steps that are on their way, and
-        whose answers say it."""
-        self._asked_ticks: dict[str, int] = {}
-        """Those of them that end a clock: `clocks` counts them on top of what the shards have
-        said."""
         self._terms = terms
         self._heard_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
@@ -52,42 +46,11 @@ class ClientClocks:
         """Clocks that this client had no part in, of all groups."""
         return sum(self.missed_by.values())
 
-    def _ask_clock(self, group: str) -> None:
-        """This worker's clock of a group is what the shards say: it does not know."""
-        with self._heard_lock:
-            self._asking.setdefault(group, 0)
-
-    def _clock_of_step(self, group: str, pushes: bool) -> int:
-        """What a step that is about to be sent says of its clock.
-
-        Args:
-            pushes: whether it is one for members: it pushes, or ends the clock.
-        """
-        if not pushes or group not in self._asking:
-            return self.clocks.get(group, 0)
-        with self._heard_lock:
-            self._asking[group] = self._asking.get(group, 0) + 1
-        return CURRENT_CLOCK
-
-    def _clock_not_asked(self, group: str) -> None:
-        """A step that was to ask for its clock is not sent."""
-        with self._heard_lock:
-            self._asking[group] -= 1
-
-    def _tick_asked(self, group: str) -> None:
-        """A step that ends a clock, and asks for it, is certain to be sent."""
-        with self._heard_lock:
-            self.clocks[group] = self.clocks.get(group, 0) + 1
-            self._asked_ticks[group] = self._asked_ticks.get(group, 0) + 1
-
-    def _hear(
-        self, operation: Operation, group: str | None, after: int, *, tick: bool = False
-    ) -> None:
+    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.
 
         Args:
-            after: the clock after it, as this client knows; or `CURRENT_CLOCK`.
-            tick: whether it has ended one.
+            after: the clock after it, as this client knows.
         """
         replies = operation.replies.values()
         with self._heard_lock:
@@ -97,20 +60,13 @@ class ClientClocks:
                     self._terms.changed(news)
             if group is None:
                 return
-            asked, under_way = after == CURRENT_CLOCK, self._asked_ticks.get(group, 0)
-            own = max(self.clocks.get(group, 0) - under_way, after)
+            own = max(self.clocks.get(group, 0), after)
             at = max((reply.at for reply in replies), default=-1)
             if any(reply.pending for reply in replies):
                 self._told_pending.append(group)
-            if at > own and any(reply.skipped for reply in replies) and group not in self._asking:
+            if at > own and any(reply.skipped for reply in replies):
                 self.missed_by[group] = self.missed_by.get(group, 0) + at - own
-            if asked and tick:
-                self._asked_ticks[group] = under_way = under_way - 1
-            self.clocks[group] = max(own, at) + under_way
-            if asked and group in self._asking:
-                self._asking[group] -= 1
-                if not self._asking[group] and at >= 0:
-                    del self._asking[group]
+            self.clocks[group] = max(own, at)
 
     def _take_told_pending(self) -> None:
         while self._told_pending:

@@ -33,7 +33,6 @@ from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import NotAMember, ParamServeError, PushTimeout, Timeout
 from paramserve.machine import resident_bytes
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Done,
     Gradient,
     GroupReport,
@@ -56,6 +55,15 @@ NOT_LEASED = (0, 0)
 """In place of the mark of a call without leased samples."""
 
 
+def _stepping(parts: Sequence[StepParts]) -> list[StepParts]:
+    """Those that are steps, and not only reads."""
+    return [
+        each
+        for each in parts
+        if each.options.tick or each.options.skip or each.pushes or each.row_pushes
+    ]
+
+
 class Prepared(Struct, frozen=True, eq=False):
     """A step that is about to be sent."""
 
@@ -66,7 +74,7 @@ class Prepared(Struct, frozen=True, eq=False):
     captured: list[Slot]
     """Go back when all shards have answered."""
     clock: int
-    """Of this client in that group before it; or `CURRENT_CLOCK`."""
+    """Of this client in that group before it."""
     saved: tuple[Saved, ...] = ()
     """What it tells of what the worker has saved."""
     encoded: Mapping[int, Encoded] = {}
@@ -263,7 +271,7 @@ class Steps(ClientClocks):
             collects = lasting[block.group].collects
         else:
             if self.membership.any_pending and not self.traits_of(block).collects:
-                self._join_before([block])
+                self._join_blocks([block])
             collects = self.traits_of(block).collects
         if collects and self._rank == NO_RANK:
             raise NotAMember(
@@ -332,10 +340,7 @@ class Steps(ClientClocks):
             if parts.numbered is not None:
                 parts.numbered(each.ticket)
             if parts.options.tick:
-                if each.clock == CURRENT_CLOCK:
-                    self._tick_asked(parts.block.group_name)
-                else:
-                    self.go_on(parts.block.group_name, each.clock + 1)
+                self.go_on(parts.block.group_name, each.clock + 1)
                 self.membership.stepped(parts.block)
                 for staged in parts.staged:
                     staged.operation = each.operation
@@ -345,35 +350,51 @@ class Steps(ClientClocks):
                 self.encoder.sent([*each.encoded.values()], each.requests[0].flush)
         self._exchange.unfinished = ""
 
-    def _broken_off(
-        self, sent: Sequence[Prepared], slots: Sequence[Slot], error: BaseException
-    ) -> bool:
-        """A call was ended by an error or an interrupt; whether nothing of it will be sent.
+    def _break_off(
+        self,
+        parts: Sequence[StepParts],
+        sent: Sequence[Prepared],
+        prepared: Sequence[Prepared],
+        values: Sequence[Slot],
+        error: BaseException,
+    ) -> None:
+        """A call was ended by an error or an interrupt: what of it is not sent will not be.
 
         Args:
-            slots: that it has taken. The shards may write to those of a call that has its numbers.
+            sent: in its frames before.
+            prepared: for the present frame; the shards may write to `values` if it is sent.
         """
         if isinstance(error, ParamServeError | ValueError):
             self._exchange.unfinished = ""
-        if any(each.operation.numbered for each in sent):
-            self._forgotten.extend(each.ticket for each in sent)
-            return False
-        for each in sent:
-            if each.clock == CURRENT_CLOCK:
-                self._clock_not_asked(each.parts.block.group_name)
-        self._exchange.give_back(slots)
-        return True
+        numbered = [each for each in (*sent, *prepared) if each.operation.numbered]
+        self._forgotten.extend(each.ticket for each in numbered)
+        groups = {each.parts.block.group for each in numbered}
+        left = [each for each in parts if each.block.group not in groups]
+        if numbered and left:  # the others may wait for this rank in these groups
+            self.membership.came_again()
+        if len(numbered) == len(sent):
+            self._exchange.give_back(values)
+        self._exchange.give_back([slot for each in left for slot in each.taken_slots])
+        for each in left:
+            fail_staged(each.block.group_name, each.staged, error)
 
     def send(self, parts: Sequence[StepParts]) -> list[Ticket]:
         """Send steps of several groups in one frame to every shard, or none. `begin` came first,
-        and all checks have been made.
+        and all checks have been made. Where this rank has just joined, those of groups that follow
+        come in a second one, when it is a member there.
+
+        Raises:
+            PushTimeout: not all shards know that it is. Of the call nothing was sent, or all but
+                the steps of groups that follow; the error says so.
 
         Returns:
             Their tickets, in the order given.
         """
         _, *more = parts
         ordered = sorted(parts, key=StepParts.order) if more else parts
+        stages = [ordered]
         prepared: list[Prepared] = []
+        sent: list[Prepared] = []
         values: list[Slot] = []
         ticked = False
         leased = False
@@ -381,18 +402,13 @@ class Steps(ClientClocks):
         saved: tuple[Saved, ...] = ()
         exchange = self._exchange
         try:
-            exchange.unfinished = ""  # from here on `_broken_off` says what was not sent
+            exchange.unfinished = ""  # from here on `_break_off` says what was not sent
             if self._told_pending:
                 self._take_told_pending()
             if self.membership.any_pending:
-                self._join_before(
-                    [
-                        each.block
-                        for each in ordered
-                        if each.options.tick or each.options.skip or each.pushes or each.row_pushes
-                    ]
-                )
-                ordered = self._entry_first(ordered)
+                self._join_before(ordered)
+                stages = self._stages(self._entry_first(ordered))
+                ordered = [each for stage in stages for each in stage]
             flush = 0 if self.encoder is None else self._flush_of(self.encoder, ordered)
             for each in ordered:
                 if each.options.tick:
@@ -401,26 +417,29 @@ class Steps(ClientClocks):
             if self.saving is not None and ticked:
                 saved = self.saving.due(ordered)
             mark = self.next_mark() if leased and self.next_mark is not None else None
-            if ticked:
-                exchange.unfinished = "a step"
-            calls: list[tuple[list[Step], Operation]] = []
-            for each in ordered:
-                own = (mark, saved) if each is last else (None, ())
-                follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
-                sent = self._prepare(each, values, *own, follows, flush)
-                prepared += [sent]
-                calls += [(sent.requests, sent.operation)]
-            tells = ticked or self.encoder is not None or parts[-1].numbered is not None
-            exchange.submit_together(calls, partial(self._numbered, prepared) if tells else None)
+            for stage in stages:
+                if sent:
+                    self._join_after(sent, stage)
+                if ticked:
+                    exchange.unfinished = "a step"
+                calls: list[tuple[list[Step], Operation]] = []
+                for each in stage:
+                    own = (mark, saved) if each is last else (None, ())
+                    follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
+                    step = self._prepare(each, values, *own, follows, flush)
+                    prepared += [step]
+                    calls += [(step.requests, step.operation)]
+                tells = ticked or self.encoder is not None or parts[-1].numbered is not None
+                exchange.submit_together(
+                    calls, partial(self._numbered, prepared) if tells else None
+                )
+                sent, prepared, values = [*sent, *prepared], [], []
         except BaseException as error:
-            taken = [slot for each in parts for slot in each.taken_slots]
-            if self._broken_off(prepared, [*taken, *values], error):
-                for each in parts:
-                    fail_staged(each.block.group_name, each.staged, error)
+            self._break_off(parts, sent, prepared, values, error)
             raise
         if not more:
-            return [prepared[0].ticket]
-        by_group = {each.parts.block.group: each.ticket for each in prepared}
+            return [sent[0].ticket]
+        by_group = {each.parts.block.group: each.ticket for each in sent}
         return [by_group[each.block.group] for each in parts]
 
     def _flush_of(self, encoder: Encoder, ordered: Sequence[StepParts]) -> int:
@@ -499,13 +518,7 @@ class Steps(ClientClocks):
         for read in parts.row_pulls:
             places += [(read.block, read.slot)]
             pull_parts += [read.places]
-        if self._asking:
-            clock = self._clock_of_step(name, tick or push_parts != [])
-        else:
-            clock = self.clocks.get(name, 0)
-        if tick and self.membership.any_pending:
-            for following in self.membership.following(block):
-                self._ask_clock(following)
+        clock = self.clocks.get(name, 0)
         # By shard, what was made by part.
         pushes = list(zip(*push_parts, strict=True)) if push_parts else repeat((), self._shards)
         pulls = list(zip(*pull_parts, strict=True)) if pull_parts else repeat((), self._shards)
@@ -554,13 +567,38 @@ class Steps(ClientClocks):
 
     # --- joining -----------------------------------------------------------------------------
 
-    def _join_before(self, stepped: Sequence[Block]) -> None:
+    def _join_before(self, parts: Sequence[StepParts]) -> None:
         """Join groups in which this rank is pending, before a call that steps them."""
+        self._join_blocks([each.block for each in _stepping(parts)])
+
+    def _join_blocks(self, stepped: Sequence[Block]) -> None:
         try:
             self._join_all(lambda: self.membership.before(stepped, self._defined()), None)
         except PushTimeout as error:
             error.applied = "no"  # of the call
             raise
+
+    def _join_after(self, sent: Sequence[Prepared], parts: Sequence[StepParts]) -> None:
+        """Join the groups that follow the entry of a call, when that was sent."""
+        try:
+            self._join_before(parts)
+        except PushTimeout as error:
+            done, left = (
+                ", ".join(repr(each.group_name) for each in blocks)
+                for blocks in ([each.parts.block for each in sent], [each.block for each in parts])
+            )
+            error.failed += f"; the call's step of {done} was sent, that of {left} was not"
+            error.applied = "unknown"
+            raise
+
+    def _stages(self, ordered: Sequence[StepParts]) -> list[Sequence[StepParts]]:
+        """The parts of a call in which this rank joins, by when they can be sent, in their order:
+        a group that follows comes when it is a member there."""
+        for place, each in enumerate(ordered):
+            steps = place > 0 and _stepping([each]) != []
+            if steps and self.membership.follows(each.block.group_name):
+                return [ordered[:place], ordered[place:]]
+        return [ordered]
 
     def _entry_first(self, ordered: Sequence[StepParts]) -> Sequence[StepParts]:
         """The parts of a call in which this rank joins: a group that follows the entry comes after
@@ -573,7 +611,7 @@ class Steps(ClientClocks):
                 after.append(replace(each, options=replace(each.options, tick=False)))
             else:
                 first.append(each)
-            entered = entered or bool(self.membership.following(each.block))
+            entered = entered or self.membership.is_entry(each.block)
         return [*first, *after]
 
     def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
@@ -605,10 +643,13 @@ class Steps(ClientClocks):
         for each in joining.leaves:
             self.membership.suspended(each.group_name)
             self.ask_all("rest", SuspendMembership(0, each.group), limit_s)
+            self.membership.is_out(each.group_name)
         self.membership.asks(joining)
         message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
-        replies = self.ask_all("join", message, limit_s)
-        late = self.membership.pending(block.group_name)
+        requests = [message] * self._shards
+        # Within a call: what became of its entry's step is told with the call's tickets.
+        replies = done(self.finish("join", requests, limit_s, (), begins=not joining.follows))
+        late = joining.follows or self.membership.pending(block.group_name)
         self._join_at(block, max(reply.at for reply in replies), late)
         self.membership.joined(joining)
 
@@ -619,14 +660,12 @@ class Steps(ClientClocks):
         operation, clock = sent.operation, sent.clock
         if self.encoder is not None:
             self.encoder.answered([*sent.encoded.values()], operation)
-        says = clock == CURRENT_CLOCK
+        says = False
         for shard in operation.replies:
             reply = operation.replies[shard]
             says = says or reply.at >= 0 or reply.retire or reply.news != ()
         if says:
-            tick = sent.parts.options.tick
-            after = clock + tick if clock != CURRENT_CLOCK else CURRENT_CLOCK
-            self._hear(operation, sent.parts.block.group_name, after, tick=tick)
+            self._hear(operation, sent.parts.block.group_name, clock + sent.parts.options.tick)
         if operation.error is not None and sent.parts.what != "pull":
             self._unread[sent.ticket] = None  # a pull that failed has changed nothing
 
@@ -669,11 +708,14 @@ class Steps(ClientClocks):
         requests: Sequence[ShardRequest],
         limit_s: float | None,
         slots: Sequence[Slot],
+        *,
+        begins: bool = True,
     ) -> Operation:
         """Send a request that is not a step and wait for its answers.
 
         Args:
             limit_s: None: as `wait`, for what was sent before it.
+            begins: whether it is a call; else it is within one, for which there is room.
             slots: go back when all shards have answered. What they hold stands until the caller
                 lets go of the client's lock.
         """
@@ -687,7 +729,8 @@ class Steps(ClientClocks):
 
         operation.on_complete = complete
         try:
-            self.begin(limit_s)
+            if begins:
+                self.begin(limit_s)
             self._exchange.submit(requests, operation)
         except BaseException:
             if not operation.numbered:
@@ -721,6 +764,7 @@ class Steps(ClientClocks):
         # First: if this is interrupted, the next step joins, whatever the shards have heard.
         self.membership.suspended(block.group_name)
         self.ask_all("rest", SuspendMembership(0, block.group), limit_s)
+        self.membership.is_out(block.group_name)
 
     def change_policy(self, block: Block, policy: ConsistencySpec, limit_s: float | None) -> None:
         """Ask all shards for another policy of a block's group; what they decide is told later.

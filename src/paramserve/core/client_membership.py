@@ -4,10 +4,11 @@ A rank that came later than the others, came back, or has suspended its membersh
 group: no clock waits for it there, and none takes its gradients. Before it steps there it joins
 (`JoinGroup`).
 
-Of several groups it joins the first one that it steps and whose gradients are collected, the
-*entry*. Those whose members may be waited for follow when the entry's first clock with it is
-decided: then all who step both are at the same clock there. Which clock that is, the shards say in
-the answer to its first step there.
+Of several groups it joins one first, the *entry*: the first that it steps of those whose gradients
+are collected, or else whose members may be waited for. The others of these follow: shard 0 makes it
+a member there when it has stepped the entry, where members are that have stepped that as often
+(`core.followers`). Before it steps one of them it asks for that: the answer says at which clock it
+is there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Joining(NamedTuple):
     others: tuple[Block, ...] = ()
     leaves: tuple[Block, ...] = ()
     """Blocks of groups whose membership is suspended before."""
+    follows: bool = False
+    """Whether the group follows an entry that was stepped: the answer comes when it is time."""
 
 
 class ClientMembership:
@@ -54,11 +57,15 @@ class ClientMembership:
         self._again = False
         """Whether it goes on for an older incarnation, which may have ended between two groups."""
         self._asked = ""
-        """A group that it has asked to join, and does not know the answer: it may be a member."""
+        """A group that it has asked to join, and does not know the answer: it may be a member, and
+        what it has named then follows. It asks again before a step."""
         self._entry = ""
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
-        """Groups that follow."""
+        """Groups that follow it."""
+        self._following: dict[str, bool] = {}
+        """Groups that follow an entry that was stepped, and whose clock it has not asked for since:
+        False; the entry itself, unless its gradients are collected: True."""
 
     def pending(self, group: str) -> bool:
         """Whether no clock of a group waits for this rank yet."""
@@ -82,9 +89,15 @@ class ClientMembership:
         self._stepped_since = False
         self._leave(group, self._suspensions)
 
+    def is_out(self, group: str) -> None:
+        """The shards know that the rank is no member of a group."""
+        if group == self._asked:
+            self._asked = ""
+
     def _leave(self, group: str, number: int) -> None:
         self._pending[group] = number
         self._behind.pop(group, None)
+        self._following.pop(group, None)
         if group == self._entry:  # what was to follow does not
             self._pending.update(dict.fromkeys(self._behind, number))
             self._entry, self._behind = "", {}
@@ -99,30 +112,51 @@ class ClientMembership:
         """
         if not self.any_pending:
             return []
-        entry = next((each for each in stepped if self._collects(each)), None)
-        # Where the others are in their round of groups, only an entry shows: the members of those
-        # that have one do not wait for this rank until it has come there.
-        known = {each.group_name: each for each in defined}
+        known = list({each.group_name: each for each in defined}.values())
+        entry = self._entry_of(stepped, known)
+        # Where the others are in their round of groups, only the clock of one that collects shows:
+        # members of those do not wait for this rank until it has come there.
         left = tuple(
-            known[name] for name in known if self._collects(known[name]) and self._may_be_in(name)
+            each for each in known if self._collects(each) and self._may_be_in(each.group_name)
         )
         found = []
         for each in stepped:
             waits = self._waits(each)
             if self.pending(each.group_name) and not (waits and entry is not None):
                 found.append(Joining(each, False, leaves=left if waits else ()))
-        return found if entry is None else found + self._entering(entry, stepped, known.values())
+        if entry is not None:
+            found += self._entering(entry, stepped, known)
+        joined = {each.group_name for joining in found for each in (joining.block, *joining.others)}
+        return found + self._asking([e for e in stepped if e.group_name not in joined], known)
+
+    def _asking(self, stepped: Sequence[Block], known: Sequence[Block]) -> list[Joining]:
+        """Requests for the clocks of groups that follow and are stepped now; with that of the entry
+        itself, which is decided before them."""
+        asked = {e.group_name: e for e in stepped if e.group_name in self._following}
+        if asked:
+            entries = [e for e in known if self._following.get(e.group_name, False)]
+            asked = {**{e.group_name: e for e in entries}, **asked}
+        last = sorted(asked, key=lambda name: self._following[name])
+        return [Joining(asked[name], self._collects(asked[name]), follows=True) for name in last]
+
+    def _entry_of(self, stepped: Sequence[Block], known: Sequence[Block]) -> Block | None:
+        """The entry of a call; None: it steps none that can be one."""
+        if any(self._collects(each) for each in (*stepped, *known)):
+            return next((each for each in stepped if self._collects(each)), None)
+        return next((each for each in stepped if self._waits(each)), None)
 
     def ahead(self, block: Block, defined: Iterable[Block]) -> list[Joining]:
         """What to send so that the rank is a member of a group before it steps it; nothing if the
         group follows one that was joined."""
         name = block.group_name
-        if not self._collects(block):
-            return [Joining(block, False)] if name in self._pending else []
         if name not in self._pending:
             return []
         known = list(defined)
+        if self._entry_of([block], known) is None:
+            return [Joining(block, False)]
         entry = next((each for each in known if each.group_name == self._entry), block)
+        if self._collects(block) and not self._collects(entry):
+            entry = block
         return self._entering(entry, [block], known)
 
     def _entering(
@@ -132,7 +166,8 @@ class ClientMembership:
         first = entry.group_name
         numbers = {self._pending.get(each.group_name) for each in (entry, *stepped)}
         moves = bool(self._entry) and first != self._entry
-        restarts = first in self._pending or moves or self._again
+        begins = first in self._pending or moves or bool(self._asked)
+        restarts = begins or self._again
         others: dict[str, Block] = {}
         for each in (*stepped, *defined):
             name = each.group_name
@@ -146,11 +181,11 @@ class ClientMembership:
                 others[name] = each
         new = any(name in self._pending for name in others)
         if not others and self._again:  # there is nothing to come between
-            self._again, restarts = False, first in self._pending or moves
-            self.any_pending = bool(self._pending or self._behind)
+            self._again, restarts = False, begins
+            self._plan()
         if not (restarts or new):
             return []
-        return [Joining(entry, True, tuple(others.values()))]
+        return [Joining(entry, self._collects(entry), tuple(others.values()))]
 
     def _may_be_in(self, name: str) -> bool:
         return name == self._asked or not self.pending(name)
@@ -158,6 +193,7 @@ class ClientMembership:
     def asks(self, joining: Joining) -> None:
         """A request to join is about to be sent: it may be interrupted before it is answered."""
         self._asked = joining.block.group_name
+        self._plan()
 
     def joined(self, joining: Joining) -> None:
         """The shards know of this one. If they have said meanwhile that the group collects, the
@@ -165,24 +201,41 @@ class ClientMembership:
         if self._collects(joining.block) and not joining.collects:
             return
         name = joining.block.group_name
-        if joining.collects:
+        behind, entry = self._behind, self._entry
+        if joining.follows:
+            pass
+        elif joining.collects or joining.others:
             behind = dict.fromkeys(each.group_name for each in joining.others)
             entry = name if behind else ""
+            self._again = False
         else:
             behind = dict.fromkeys(each for each in self._behind if each != name)
             entry = self._entry if behind else ""
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
+        following = {each: own for each, own in self._following.items() if each not in known}
         self._asked = ""
-        self._again = self._again and not joining.collects
         # In one line: an interrupt finds all of it, or nothing.
-        self._pending, self._behind, self._entry = pending, behind, entry
-        self.any_pending = bool(pending or behind or self._again)
+        self._pending, self._behind, self._entry, self._following = (
+            pending,
+            behind,
+            entry,
+            following,
+        )
+        self._plan()
 
-    def following(self, block: Block) -> Sequence[str]:
-        """The groups that follow a step which ends a clock of a block's group: what is sent there
-        after it finds the rank a member, at a clock that the shards say."""
-        return tuple(self._behind) if block.group_name == self._entry else ()
+    def _plan(self) -> None:
+        self.any_pending = bool(
+            self._pending or self._behind or self._following or self._again or self._asked
+        )
+
+    def is_entry(self, block: Block) -> bool:
+        """Whether other groups follow when a block's group is stepped."""
+        return block.group_name == self._entry
+
+    def follows(self, group: str) -> bool:
+        """Whether a group follows an entry, and is to be joined before it is stepped."""
+        return group in self._behind or group in self._following
 
     def steps_after(self, block: Block, call: Sequence[Block]) -> bool:
         """Whether a group that follows is stepped after the entry of a call, wherever it stands."""
@@ -193,5 +246,7 @@ class ClientMembership:
         """A step that ends a clock of a block's group is on its way."""
         self._stepped_since = True
         if block.group_name == self._entry:
-            self._entry, self._behind = "", {}
-            self.any_pending = bool(self._pending) or self._again
+            follows = {**self._following, **dict.fromkeys(self._behind, False)}
+            if not self._collects(block):
+                follows[block.group_name] = True
+            self._entry, self._behind, self._following = "", {}, follows

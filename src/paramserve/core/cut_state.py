@@ -12,7 +12,7 @@ from msgspec import Struct
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.registry import spec
 from paramserve.core.group import GroupMachine
-from paramserve.core.shard_sessions import Asked, ShardSession
+from paramserve.core.shard_sessions import ShardSession
 from paramserve.messages import Done, GroupPolicy, Refused, SavedAt
 
 
@@ -65,7 +65,6 @@ class SessionRecord(Struct, frozen=True):
         last: the number of its last request that has had its effect.
         outcomes: of the last numbers.
         told: by group, the change of policy that it knows.
-        asked: by group, its last step that did not say its clock.
     """
 
     client: int
@@ -76,8 +75,6 @@ class SessionRecord(Struct, frozen=True):
     last: int
     outcomes: tuple[Done | Refused, ...]
     told: dict[int, int]
-    asked: dict[int, Asked]
-    asks_clock: tuple[int, ...]
 
 
 def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord:
@@ -129,6 +126,4 @@ def session_record(session: ShardSession, last: int) -> SessionRecord:
         last,
         tuple(outcomes[seq] for seq in sorted(outcomes)),
         dict(session.told),
-        dict(session.asked),
-        tuple(sorted(session.asks_clock)),
     )

@@ -119,14 +119,17 @@ class Send(Struct, frozen=True):
     message: PeerMessage
 
 
-class EnterGroups(Struct, frozen=True):
-    """A client's rank is to be a member of these groups as well, from now on."""
+class Enter(Struct, frozen=True):
+    """Make a joiner a member of a group that follows, or its entry's clock a later one
+    (`core.followers`)."""
 
     rank: int
     client: int
     seq: int
     """Of its request to join."""
-    groups: tuple[int, ...]
+    group: int
+    clock: int
+    """The one under way for it."""
 
 
 class Counted(Struct, frozen=True):
@@ -158,7 +161,7 @@ class GoOn(Struct, frozen=True):
     """Execute what waits behind a cut, as far as it is allowed now."""
 
 
-GroupEffect = Reply | Send | EnterGroups | Counted | LookAgain | Tell | Stop | GoOn
+GroupEffect = Reply | Send | Enter | Counted | LookAgain | Tell | Stop | GoOn
 """What the machine of a group, or a cut, asks of its shard."""
 
 

@@ -22,20 +22,19 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead
 from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send, Stop
+from paramserve.core.followers import Followers
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
-from paramserve.core.shard_sessions import Answer, Asked, Request, ShardSession
+from paramserve.core.shard_sessions import Answer, Request, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Commit,
     Decision,
     Done,
     GroupMembership,
-    JoinGroup,
     Member,
     Pause,
     Paused,
@@ -63,6 +62,7 @@ class GroupMachine:
         resend_s: after which a message to another shard is sent again.
         policies: classes by name that the owner registered, besides the built-in ones.
         decisions: the log on this shard.
+        followers: the joiners of all groups.
         outbox: takes what the shard is to do, in order.
     """
 
@@ -75,6 +75,7 @@ class GroupMachine:
         resend_s: float,
         policies: Mapping[str, Any],
         decisions: DecisionLog,
+        followers: Followers,
         replies: Replies,
         outbox: deque[GroupEffect],
     ) -> None:
@@ -91,6 +92,7 @@ class GroupMachine:
         """When `deadline_reached` is to be called."""
         self._resend_s = resend_s
         self._decisions = decisions
+        self._followers = followers
         self._replies = replies
         self._outbox = outbox
         self._looking = False
@@ -116,14 +118,7 @@ class GroupMachine:
             )
         steps = bool(step.push or step.tick or step.skip)
         clocks, changes = state.members.clocks, state.changes
-        asked, member = request, rank in clocks
-        if step.clock == CURRENT_CLOCK:
-            session.asks_clock.add(state.id)
-            if session.live and not member:
-                self.hold(session, request)  # until this shard knows that it is a member
-                return None
-            step = structs.replace(step, clock=self._clock_asked(session, step))
-            request = structs.replace(request, message=step)
+        member = rank in clocks
         parts: list[stepping.Part] = []
         wrong: Exception | None = None
         try:
@@ -137,7 +132,7 @@ class GroupMachine:
             wrong = no_memory(self.shard, "a Step", "no") if lacks else error
         paused = changes.paused
         if paused is not None and rank >= 0 and step.clock >= paused.clock:
-            self.hold(session, asked)
+            self.hold(session, request)
             return None
         if steps and session.live and not member:
             if wrong is not None:
@@ -162,22 +157,6 @@ class GroupMachine:
         else:
             answer = self._apply(session, request, parts, epoch, wrong)
         return None if answer is None else self._with_news(session, answer)
-
-    def _clock_asked(self, session: ShardSession, step: Step) -> int:
-        """The clock of a step whose client does not know it: the one at which its rank has joined,
-        or the one after its step before. So it is the same on every shard, also where a clock is
-        decided without the step before it comes to the last one."""
-        members, rank = self.state.members, session.rank
-        by = members.joined.get(rank)
-        if rank not in members.clocks or by is None or by.client != session.client:
-            return members.clocks.get(rank, self.state.start)
-        asked = session.asked.get(self.state.id)
-        if asked is None or asked.joined != by.seq:
-            clock = by.clock
-        else:
-            clock = asked.clock + (asked.tick and asked.seq < step.seq)
-        session.asked[self.state.id] = Asked(by.seq, step.seq, clock, step.tick)
-        return clock
 
     def _apply(
         self,
@@ -220,10 +199,16 @@ class GroupMachine:
         if rank in members.clocks and not epoch.policy.collects:
             slowest = members.slowest
             members.ticked(rank, step.clock)
-            if self.membership.entering:
-                self.membership.enter_others(rank, session.client)
+            session.ticks[self.state.id] = step.seq
+            if self._followers.joiners:
+                self._end_clock(session, members.clocks[rank])
             if self.waiting and members.slowest != slowest:
                 self.look_again()
+
+    def _end_clock(self, session: ShardSession, clock: int) -> None:
+        """A rank goes on at this clock here: it may be a member of other groups from now on."""
+        rank, client = session.rank, session.client
+        self._outbox.extend(self._followers.end_clock(self.state.id, rank, client, clock))
 
     def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
         """The answer to a step whose clock was over without it: it changes nothing, and its worker
@@ -233,7 +218,6 @@ class GroupMachine:
         if step.push:
             state.drop(session.rank)
         state.mark(session.client, step.mark)
-        self.membership.enter_others(session.rank, session.client)
         done = Done(step.seq, state.version, state.members.slowest, skipped=True, at=at)
         return self._replies.with_values(state.blocks, request, done)
 
@@ -251,17 +235,11 @@ class GroupMachine:
         return self._replies.with_values(state.blocks, request, done)
 
     def _with_news(self, session: ShardSession, answer: Answer) -> Answer:
-        """Tell a client that asks where it goes on, and each one that its group has another
-        policy."""
+        """Tell a client that its group has another policy."""
         message = answer.message
         if type(message) is not Done:
             return answer
         state, taken = self.state, self.state.changes.taken
-        asks = state.id in session.asks_clock
-        if asks:
-            session.asks_clock.discard(state.id)
-        if asks and message.at < 0:
-            message = structs.replace(message, at=state.members.clock_of(session.rank, state.start))
         if taken:
             told = session.told.get(state.id, 0)
             if told < taken[-1].number:
@@ -395,8 +373,8 @@ class GroupMachine:
 
     # --- joining and suspending ------------------------------------------------------------------
 
-    def begin_join(self, session: ShardSession, message: JoinGroup) -> None:
-        """A rank asks to be a member of this group, and later of others.
+    def check_join(self, session: ShardSession) -> None:
+        """Whether a client may ask to be a member of this group.
 
         Raises:
             NotAMember: it is not a worker's client. Nothing was changed.
@@ -406,17 +384,23 @@ class GroupMachine:
                 f"client {session.client} is no worker: it cannot join group {self.state.name!r}",
                 fix="step from a worker",
             )
-        self.membership.enter_later(session.rank, session.client, message.seq, message.others)
 
     def join(self, session: ShardSession, request: Request, now: float) -> Answer | None:
-        """A rank is to be a member from the clock under way on; None: it waits for the lead."""
+        """A rank is to be a member from the clock under way on; None: it waits for the lead. Where
+        it is one by this client already, the answer says at which clock: it may have followed
+        another group here, and the clock may be over without it."""
         state, rank, seq = self.state, session.rank, request.message.seq
+        by = state.members.joined.get(rank)
+        if by is not None and by.client == session.client and rank in state.clocks:
+            if not state.collects:
+                state.members.pass_over(rank)
+                self.look_again()
+            done = Done(seq, state.version, state.members.slowest, at=by.clock)
+            return self._with_news(session, Answer(done))
         self.join_rank(rank, session.client, seq, now)
         if not state.members.knows(rank, session.client, seq, member=True):
             self.hold(session, request)
             return None
-        if not state.collects:
-            self.membership.enter_others(rank, session.client)
         members = state.members
         done = Done(seq, state.version, members.slowest, at=members.clock_of(rank, state.start))
         return self._with_news(session, Answer(done))
@@ -435,10 +419,12 @@ class GroupMachine:
         members = self.state.members
         return rank not in members.clocks or members.knows(rank, client, seq, member=False)
 
-    def join_rank(self, rank: int, client: int, seq: int, now: float) -> None:
-        """On the lead shard, make a rank a member from the clock under way on."""
+    def join_rank(
+        self, rank: int, client: int, seq: int, now: float, clock: int | None = None
+    ) -> None:
+        """On the lead shard, make a rank a member from a clock on; None: the one under way."""
         self.state.now = now
-        self.membership.join(rank, client, seq)
+        self.membership.join(rank, client, seq, clock)
 
     def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, end a rank's membership."""
@@ -479,6 +465,8 @@ class GroupMachine:
         if step.tick and rank in state.members.clocks:
             if step.clock < state.committed:
                 state.brought_by[rank] = session.client
+                if self._followers.joiners:
+                    self._end_clock(session, state.committed)
                 if wrong is not None:
                     raise self._refuse(wrong)
                 return self._late(session, request, state.committed)
@@ -526,7 +514,7 @@ class GroupMachine:
         if epoch.guarded or rank not in clocks:
             return None
         plain = step.weight == step.factor == 1.0 and not step.skip and step.clip_norm == 0.0
-        plain = plain and not self.membership.entering
+        plain = plain and not self._followers.joiners
         if not plain or step.flush or state.collect.pending or state.buffer.count:
             return None
         if step.clock != state.committed or not collecting.cannot_fail(step, parts):
@@ -658,9 +646,9 @@ class GroupMachine:
             if chosen[rank].step.mark is not None:
                 state.mark(chosen[rank].session.client, chosen[rank].step.mark)
         state.commit()
-        if self.membership.entering:
+        if self._followers.joiners:
             for each in collected:  # before any that steps both groups goes on in the others
-                self.membership.enter_others(each.session.rank, each.session.client)
+                self._end_clock(each.session, state.committed)
         for each in collected:
             session = each.session
             if session.held is None:  # its client has ended

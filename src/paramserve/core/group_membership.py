@@ -9,9 +9,9 @@ A group that is defined later has the members that the first one has then, besid
 the cluster was started with: else those that step both would wait for an added rank in one of them,
 and it for them in the other.
 
-A rank that steps several groups joins the first one by itself, and the others when its first step
-there is answered: where that one's clock is decided with it, all who step both are at the same
-clock of the others. Meanwhile it is no member there, on any shard that has answered its request.
+A rank that steps several groups joins the first one by itself, and becomes a member of the others
+later (`core.followers`). Meanwhile it is no member there, on any shard that has answered its
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from paramserve.core.decisions import DecisionLog
-from paramserve.core.events import EnterGroups, GroupEffect
+from paramserve.core.events import GroupEffect
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.messages import GroupMembership
@@ -40,9 +40,6 @@ class MembershipAgreement:
     ) -> None:
         self.newest = 0
         """The number of the newest decision that has been applied here."""
-        self.entering: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        """By rank: the client that has joined, with which request, and the groups where it is a
-        member when its first step is answered."""
         self._state = state
         self._decisions = decisions
         self._outbox = outbox
@@ -61,11 +58,16 @@ class MembershipAgreement:
         else:
             members.decided(joined, self._state.start)
 
-    def join(self, rank: int, client: int, seq: int) -> None:
-        """On the lead, make a live rank a member, as this request of a client asks."""
+    def join(self, rank: int, client: int, seq: int, clock: int | None = None) -> None:
+        """On the lead, make a live rank a member, as this request of a client asks.
+
+        Args:
+            clock: at which it begins; None: at its own, or where one begins that comes now.
+        """
         members = self._state.members
         if self._decisions.leads and not members.knows(rank, client, seq, member=True):
-            clock = members.clock_of(rank, self._state.start)
+            if clock is None:
+                clock = members.clock_of(rank, self._state.start)
             self._decide({**members.joined, rank: JoinedBy(client, seq, clock)})
 
     def suspend(self, rank: int, client: int, seq: int) -> None:
@@ -75,10 +77,8 @@ class MembershipAgreement:
             self._decide({each: by for each, by in members.joined.items() if each != rank})
 
     def members_changed(self) -> None:
-        """Forget who has ended; on the lead, end their memberships."""
+        """On the lead, end the memberships of those who have ended."""
         members = self._state.members
-        for rank in [each for each in self.entering if each not in members.live]:
-            del self.entering[rank]
         left = {rank: by for rank, by in members.joined.items() if rank in members.live}
         if self._decisions.leads and len(left) < len(members.joined):
             self._decide(left)
@@ -96,25 +96,3 @@ class MembershipAgreement:
         new = {rank: by for rank, by in joined.items() if rank not in members.joined}
         members.decided(joined, state.start if state.collects else 0)
         return new
-
-    # --- further groups --------------------------------------------------------------------------
-
-    def enter_later(self, rank: int, client: int, seq: int, groups: tuple[int, ...]) -> None:
-        """A client joins with this request, and the groups that it steps after this one later."""
-        self.entering.pop(rank, None)
-        if groups:
-            self.entering[rank] = client, seq, groups
-
-    def stay_out(self, rank: int, group: int) -> None:
-        """A rank has suspended its membership of a group: of this one, or of one of those."""
-        client, seq, groups = self.entering.pop(rank, (0, 0, ()))
-        left = tuple(each for each in groups if each != group)
-        if left and group != self._state.id:
-            self.entering[rank] = client, seq, left
-
-    def enter_others(self, rank: int, client: int) -> None:
-        """A member's first step is answered: its further groups wait for it from now on."""
-        found = self.entering.get(rank)
-        if found is not None and found[0] == client:
-            del self.entering[rank]
-            self._outbox.append(EnterGroups(rank, *found))

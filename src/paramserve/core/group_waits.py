@@ -11,7 +11,7 @@ from paramserve.core.decisions import LEAD
 from paramserve.core.group_state import GroupState
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.errors import PolicyFailed
-from paramserve.messages import CURRENT_CLOCK, Step, Waiting
+from paramserve.messages import Step, Waiting
 
 
 def waiting(state: GroupState, session: ShardSession | None, *, shard: int) -> Waiting:
@@ -35,9 +35,7 @@ def _why(
     """The reason in words, and the ranks that are waited for."""
     if session is not None and session.held is not None:
         step = session.held.message
-        if not isinstance(step, Step) or (
-            step.clock == CURRENT_CLOCK and session.rank not in state.members.clocks
-        ):
+        if not isinstance(step, Step):
             return (
                 f"shard {shard} waits for the decision of shard {LEAD} whether "
                 f"rank {session.rank} is a member",

@@ -330,7 +330,5 @@ def _session(record: SessionRecord, now: float) -> ShardSession:
     session.last = record.last
     session.keep_outcomes(record.outcomes)
     session.told = dict(record.told)
-    session.asked = dict(record.asked)
-    session.asks_clock = set(record.asks_clock)
     session.gone_at = session.stepped_at = now
     return session

@@ -32,7 +32,7 @@ from paramserve.core.events import (
     CutWanted,
     DeadlineReached,
     Effects,
-    EnterGroups,
+    Enter,
     Event,
     FromShard,
     GoOn,
@@ -47,6 +47,7 @@ from paramserve.core.events import (
     Tell,
 )
 from paramserve.core.flush import note
+from paramserve.core.followers import Followers
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState, Watching
@@ -172,6 +173,7 @@ class Shard:
             allows=self._allows,
             apply=self._apply,
         )
+        self.followers = Followers(self._state_of, self._last_ticks)
         self._members: dict[int, GroupMembership] = {}
         """By group, the newest decision about its members: its define may still be on the way, or
         come again behind an `Undefine`."""
@@ -286,12 +288,11 @@ class Shard:
                         self._from_shard(message)
                     else:
                         self._effects.peers.append((shard, message))
-                case EnterGroups(rank, client, seq, groups):
+                case Enter(rank, client, seq, group, clock):
                     newest = self.sessions.workers.get(rank)
                     own = newest is not None and newest.client == client and newest.live
-                    for number in groups if own else ():
-                        if number in self.groups:
-                            self.groups[number].join_rank(rank, client, seq, self._now)
+                    if own and group in self.groups:
+                        self.groups[group].join_rank(rank, client, seq, self._now, clock)
                 case Counted(client, seq):
                     self.sessions.count_ended(client, seq)
                 case LookAgain(number):
@@ -429,6 +430,9 @@ class Shard:
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
+        if self.followers.joiners:
+            workers = self.sessions.workers.values()
+            self.followers.keep([each.client for each in workers if each.live])
 
     def _inquired(self, event: Inquired) -> None:
         number = event.message.group
@@ -613,6 +617,14 @@ class Shard:
             )
         return machine
 
+    def _state_of(self, number: int) -> GroupState | None:
+        machine = self.groups.get(number)
+        return None if machine is None else machine.state
+
+    def _last_ticks(self, rank: int) -> Mapping[int, int]:
+        session = self.sessions.workers.get(rank)
+        return {} if session is None else session.ticks
+
     def _group_of(self, number: int) -> GroupState:
         """The group of the block of this number.
 
@@ -715,6 +727,7 @@ class Shard:
             resend_s=self._resend_s,
             policies=self.policies,
             decisions=self.decisions,
+            followers=self.followers,
             replies=self._replies,
             outbox=self._outbox,
         )
@@ -745,13 +758,16 @@ class Shard:
         None: a decision about that is on its way."""
         machine = self._group(message.group)
         others = [self.groups[each] for each in message.others if each in self.groups]
+        rank, client = session.rank, session.client
         if session.done is None:  # else it was held
-            machine.begin_join(session, message)
+            machine.check_join(session)
+            if self.decisions.leads:
+                self.followers.begin(rank, client, message.seq, message.group, message.others)
             session.done = Done(message.seq)
             for other in others:
-                other.suspend_rank(session.rank, session.client, message.seq, self._now)
+                other.suspend_rank(rank, client, message.seq, self._now)
         for other in others:
-            if not other.is_out(session.rank, session.client, message.seq):
+            if not other.is_out(rank, client, message.seq):
                 other.hold(session, request)
                 return None
         return machine.join(session, request, self._now)
@@ -760,6 +776,5 @@ class Shard:
         self, session: ShardSession, request: Request, message: SuspendMembership
     ) -> Answer | None:
         machine = self._group(message.group)
-        for each in self.groups.values():
-            each.membership.stay_out(session.rank, message.group)
+        self.followers.leave(session.rank, message.group)
         return machine.suspend(session, request, self._now)

@@ -22,7 +22,6 @@ from paramserve.config import NO_RANK, Limits
 from paramserve.core.request_memory import Memory
 from paramserve.errors import ClientClosed, Overloaded, ParamServeError, WorkerFenced
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Done,
     Member,
     Members,
@@ -63,22 +62,6 @@ class Answer(Struct, frozen=True):
     payload: Array | None = None
     exact: bool = False
     """Whether no newer values may replace these if the answer is lost."""
-
-
-class Asked(NamedTuple):
-    """A step whose client did not know its clock.
-
-    Attributes:
-        joined: number of the request by which its rank had joined.
-        seq: its own number.
-        clock: which one it had.
-        tick: whether it ended that clock.
-    """
-
-    joined: int
-    seq: int
-    clock: int
-    tick: bool
 
 
 class CallPart(NamedTuple):
@@ -134,10 +117,9 @@ class ShardSession:
         """The member whose state or newer incarnation refuses all requests of this one."""
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
-        self.asks_clock: set[int] = set()
-        """Groups where the client does not know its clock: the next answer says it."""
-        self.asked: dict[int, Asked] = {}
-        """By group: the last step that did not say its clock."""
+        self.ticks: dict[int, int] = {}
+        """By group that does not collect gradients: the last number by which it has ended a clock
+        there."""
         self.fenced_at = 0
         """The last number whose effect counts, of a session that is fenced."""
         self.gone_at: float | None = None
@@ -212,12 +194,7 @@ class ShardSession:
 
     def clock_of(self, part: CallPart) -> int | None:
         """The clock of a step that has had its effect; None: it was refused."""
-        if isinstance(self._outcomes.get(part.seq), Refused):
-            return None
-        if part.clock != CURRENT_CLOCK:
-            return part.clock
-        asked = self.asked.get(part.group)
-        return asked.clock if asked is not None and asked.seq == part.seq else None
+        return None if isinstance(self._outcomes.get(part.seq), Refused) else part.clock
 
     def fenced(self) -> WorkerFenced:
         """Why its requests are refused, while `fenced_by` is set."""
@@ -390,9 +367,10 @@ class Sessions:
         return bool(known) and part.more is None
 
     def in_call(self, rank: int, client: int, last: int) -> bool:
-        """Whether a call of this client of a rank is not over with this number."""
-        parts = self.calls.get(rank, ())
-        return any(each.client == client and each.seq == last and each.more for each in parts)
+        """Whether a call of this client of a rank is not over with this number. A request to join
+        may come between its parts."""
+        here = [p for p in self.calls.get(rank, ()) if p.client == client and p.seq <= last]
+        return bool(here) and here[-1].more is not None
 
     def begun(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
         """By group and rank, the clocks of steps that a cut has of calls that are not over there.

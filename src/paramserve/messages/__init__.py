@@ -102,7 +102,6 @@ from paramserve.messages.peers import (
     Vote,
 )
 from paramserve.messages.requests import (
-    CURRENT_CLOCK,
     NOTE_BYTES_MAX,
     AskReport,
     Assign,
@@ -153,7 +152,6 @@ __all__ = [
     # how they lie in bytes
     "PROTOCOL_VERSION",
     "COORDINATOR_ROLES",
-    "CURRENT_CLOCK",
     "ALIGN",
     "Message",
     "encode",

@@ -80,11 +80,6 @@ class Undefine(Struct, frozen=True, array_like=True, tag="undefine"):
     attempt: int
 
 
-CURRENT_CLOCK = -1
-"""As the clock of a step: the rank's own on the shard, which its client does not know: it is a
-member since a clock of another group was decided (`JoinGroup.others`). The answer says `at`."""
-
-
 class Step(Struct, array_like=True, tag="step"):
     """Push, tick and pull of one group in one message; each may be absent.
 
@@ -138,10 +133,11 @@ class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
     rank's clock: where gradients are collected the same on all shards, else the largest counts.
     A repeated request of a member changes nothing but `others`.
 
-    `others`: groups whose members may be waited for, which the rank steps after this one. It is a
-    member of those when this group's first clock that has it is decided, from the clocks on that
-    are under way there then; until then it is suspended in them. So it begins where the others are
-    in their round of groups, and no group's members wait for it while it waits in another one.
+    `others`: groups whose members may be waited for, which the rank steps after this one. Until it
+    has stepped this one it is suspended in them; then shard 0 makes it a member, where those are
+    that have stepped this one as often (`core.followers`). So it begins where the others are in
+    their round of groups, and no group's members wait for it while it waits in another one. Before
+    it steps such a group it joins it, without `others`: the answer comes when it is a member.
     """
 
     seq: int

@@ -36,7 +36,6 @@ from paramserve.errors import (
     ServerGone,
 )
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Assign,
     Done,
     Fetch,
@@ -543,7 +542,7 @@ def test_groups_that_do_not_collect_are_joined_before_the_one_whose_clock_the_ot
     one = Joiner(FREE, A, BB, CCC)
     one.step(FREE, A, BB)
     joins = [(JOIN, FREE.group, ()), (JOIN, 1, (2, 3))]
-    steps = [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK), (STEP, FREE.group, 0)]
+    steps = [(STEP, 1, 0), (JOIN, 2, ()), (STEP, 2, 0), (STEP, FREE.group, 0)]
     assert one.said() == joins + steps
     assert one.pending() == []
 
@@ -552,8 +551,8 @@ def test_group_whose_members_wait_comes_after_the_entry_and_its_first_step_ends_
     one = Joiner(A, BB)
     one.terms.changed(GroupPolicy(A.group, 2, 0, spec(BoundedStaleness(1))))
     one.step(A, BB)
-    assert one.said() == [(JOIN, 2, (1,)), (STEP, 2, 0), (STEP, 1, CURRENT_CLOCK)]
-    assert [one.sent(which)[0].tick for which in (1, 2)] == [True, False]
+    assert one.said() == [(JOIN, 2, (1,)), (STEP, 2, 0), (JOIN, 1, ()), (STEP, 1, 0)]
+    assert [one.sent(which)[0].tick for which in (1, 3)] == [True, False]
 
 
 def test_groups_that_a_joining_rank_leaves_are_suspended_first() -> None:
@@ -566,53 +565,76 @@ def test_groups_that_a_joining_rank_leaves_are_suspended_first() -> None:
     assert one.pending() == [BB]
 
 
-def test_steps_of_a_group_that_follows_ask_for_their_clock_until_the_last_answer() -> None:
+def test_group_that_follows_is_joined_before_its_first_step() -> None:
     one = Joiner(A, BB)
     one.step(A)
-    one.step(BB)
+    one.memory.clocks = (8, 8)
     one.steps.send([StepParts("pull", BB, pull=[BB])])
+    assert one.said() == [(JOIN, 1, (2,)), (STEP, 1, 0), (STEP, 2, 0)], "a read is none"
     one.step(BB)
+    one.step(BB)
+    assert one.said() == [(JOIN, 2, ()), (STEP, 2, 8), (STEP, 2, 9)]
+
+
+def test_parts_of_a_call_that_is_sent_in_two_frames_are_one_call() -> None:
+    one = Joiner(A, BB)
+    one.steps.next_mark = lambda: (3, 8)
+    one.step(A, BB)
+    assert one.said() == [(JOIN, 1, (2,)), (STEP, 1, 0), (JOIN, 2, ()), (STEP, 2, 0)]
+    first, last = one.sent(1)[0], one.sent(3)[0]
+    assert (first.mark, first.more, last.mark, last.more) == (None, (3, 8), (3, 8), None)
+
+
+def test_call_that_ends_between_its_frames_begins_the_round_anew() -> None:
+    """Else the others wait in the second group for a rank that goes on with the first."""
+    one = Joiner(A, BB)
+    joins = one.memory.submit
+
+    def interrupted(requests: Any, operation: Any, numbered: Any = None) -> None:
+        if requests[0] == JoinGroup(0, BB.group):
+            raise KeyboardInterrupt
+        joins(requests, operation, numbered)
+
+    one.memory.submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        one.step(A, BB)
+    assert len(one.memory.taken) == 1, "the gradient that was not sent gave its slot back"
+    one.memory.submit = joins
+    one.step(A, BB)
     assert one.said() == [
         (JOIN, 1, (2,)),
         (STEP, 1, 0),
-        (STEP, 2, CURRENT_CLOCK),
-        (STEP, 2, 1),
-        (STEP, 2, CURRENT_CLOCK),
+        (JOIN, 1, (2,)),
+        (STEP, 1, 1),
+        (JOIN, 2, ()),
+        (STEP, 2, 0),
     ]
-    assert one.steps.clocks["bb"] == 2, "own steps count before they are answered"
-    one.memory.answer(2, at=8)
-    assert one.steps.clocks["bb"] == 9, "as does the one that is on its way"
-    one.step(BB)
-    one.memory.answer(4, at=9)
-    one.memory.answer(5, at=10)
-    assert one.steps.clocks["bb"] == 10
-    one.step(BB)
-    assert one.said() == [(STEP, 2, CURRENT_CLOCK), (STEP, 2, 10)]
 
 
-def test_clock_that_was_asked_for_is_not_missed() -> None:
+def test_call_that_waits_too_long_between_its_frames_says_what_was_sent() -> None:
     one = Joiner(A, BB)
+    one.steps.enter_ahead(A, 1.0)
+    one.memory.clocks = None
+    with pytest.raises(PushTimeout, match="step of 'a' was sent, that of 'bb' was not") as found:
+        one.step(A, BB)
+    assert found.value.applied == "unknown"
+
+
+def test_error_of_the_entry_is_told_with_its_ticket() -> None:
+    """The other part of the call is sent all the same: others wait for it."""
+    one = Joiner(A, BB)
+    joins = one.memory.submit
+
+    def refused(requests: Any, operation: Any, numbered: Any = None) -> None:
+        if requests[0] == JoinGroup(0, BB.group):
+            one.memory.refuse(1)
+        joins(requests, operation, numbered)
+
+    one.memory.submit = refused
     one.step(A, BB)
-    one.memory.answer(2, at=8, skipped=True)
-    assert (one.steps.missed, one.steps.clocks["bb"]) == (0, 8)
-
-
-def test_call_whose_last_part_is_refused_asks_for_no_clock() -> None:
-    one = Joiner(A, BB, CCC)
-    fixed = block_of({"fixed": (2,)}, number=4, group="ccc", rule=None, shards=2)
-    with pytest.raises(ParamServeError, match="has no rule"):
-        one.step(A, BB, fixed)
-    one.step(A, BB, CCC)
-    assert one.said() == [
-        (JOIN, 1, (2, 3)),
-        (STEP, 1, 0),
-        (STEP, 2, CURRENT_CLOCK),
-        (STEP, 3, CURRENT_CLOCK),
-    ]
-    one.memory.answer(2, at=8)
-    one.step(BB)
-    one.memory.answer(4, at=11, skipped=True)
-    assert (one.said(), one.steps.missed) == ([(STEP, 2, 8)], 2)
+    assert one.said()[-2:] == [(JOIN, 2, ()), (STEP, 2, 0)]
+    with pytest.raises(ParamServeError, match="no 1"):
+        one.steps.raise_unread()
 
 
 def test_pull_does_not_join() -> None:
@@ -703,7 +725,7 @@ def test_enter_ahead_of_a_group_that_follows_one_waits_for_its_step() -> None:
     assert [one.steps.enter_ahead(each, 1.0) for each in (A, BB)] == [True, True]
     assert (one.said(), one.pending()) == ([(JOIN, 1, (2,))], [BB])
     one.step(A, BB)
-    assert one.said() == [(STEP, 1, 0), (STEP, 2, CURRENT_CLOCK)]
+    assert one.said() == [(STEP, 1, 0), (JOIN, 2, ()), (STEP, 2, 0)]
 
 
 def test_push_without_a_tick_joins_first_and_hears_that_its_group_collects_by_now() -> None:

@@ -47,12 +47,16 @@ class Known:
         return [(each.block, each.others) for each in found]
 
     def steps(self, *blocks: Block) -> list[str]:
-        """A call that steps groups; those whose clocks the shards say from now on."""
+        """A call that steps groups; those that follow its entry from now on."""
         self.sends(*blocks)
         found: list[str] = []
         for block in blocks:
-            found += self.membership.following(block)
+            if self.membership.follows(block.group_name):
+                self.sends(block)
+            entry = self.membership.is_entry(block)
             self.membership.stepped(block)
+            names = [each.group_name for each in self.groups]
+            found += [each for each in names if entry and self.membership.follows(each)]
         return found
 
     def late(self, *blocks: Block) -> None:
@@ -106,7 +110,41 @@ def test_group_whose_members_wait_is_left_while_the_rank_joins_a_later_one() -> 
     assert one.sends(B) == [(B, (A,))]
     assert one.pending() == [A]
     assert one.steps(B) == ["group 0"]
-    assert (one.sends(A), one.pending()) == ([], [])
+    assert (one.sends(A), one.pending()) == ([(A, ())], []), "it asks when it is a member"
+    assert one.sends(A) == []
+
+
+def test_first_of_several_groups_whose_members_wait_is_the_entry_where_none_collects() -> None:
+    one = Known(A, B, C, bounded=[A, B, C])
+    one.late(A, B, C)
+    assert one.sends(B, A) == [(B, (A, C))]
+    assert one.steps(B) == ["group 0", "group 1", "group 2"], "it may pass clocks of the entry"
+    assert one.sends(C) == [(C, ()), (B, ())], "what follows is decided behind these"
+    assert one.sends(B, C) == []
+    assert one.sends(A) == [(A, ())]
+    assert (one.sends(A, B, C), one.membership.any_pending) == ([], False)
+
+
+def test_entry_whose_members_wait_is_asked_for_its_clock_before_its_next_step() -> None:
+    one = Known(A, B, bounded=[A, B])
+    one.membership.came_again()
+    assert one.sends(A) == [(A, (B,))]
+    one.steps(A)
+    assert one.sends(A) == [(A, ())]
+    assert one.sends(B) == [(B, ())]
+    assert not one.membership.any_pending
+
+
+def test_request_to_join_that_was_not_answered_is_made_again_before_the_next_step() -> None:
+    """What it has named would follow, though the rank rests there."""
+    one = Known(A, B, bounded=[A, B])
+    one.suspends(B)
+    one.steps(A)
+    (joining,) = one.membership.before([A, B], one.groups)
+    assert joining.others == (B,)
+    one.membership.asks(joining)
+    assert one.sends(A) == [(A, ())]
+    assert (one.steps(A), one.pending()) == ([], [B])
 
 
 def test_group_whose_members_wait_follows_an_entry_that_comes_before_it() -> None:
@@ -240,7 +278,8 @@ def test_later_incarnation_leaves_the_other_groups_until_its_first_clock_is_deci
     assert one.sends(A, C) == [(A, (B,))]
     assert one.pending() == [B]
     assert one.steps(A, C) == ["group 1"]
-    assert (one.sends(A), one.sends(B), one.membership.any_pending) == ([], [], False)
+    assert (one.sends(A), one.sends(B)) == ([], [(B, ())])
+    assert not one.membership.any_pending
 
 
 def test_later_incarnation_of_one_group_joins_nothing() -> None:

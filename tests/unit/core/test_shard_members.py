@@ -23,7 +23,6 @@ from paramserve.core.replies import gathered
 from paramserve.core.resumption import resume
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Commit,
     CutAt,
     Define,
@@ -180,8 +179,8 @@ def test_member_of_a_first_group_is_one_of_the_others_when_its_clock_is_decided(
     one.step(8, {0: [1.0]})
     one.step(FIRST, {1: [1.0]}, group=1)
     assert one.value(1) == [0.0], "it is waited for in the second group, too"
-    one.step(8, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
-    assert one.answers(8)[-1].at == 1
+    assert done(one.send(8, JoinGroup(0, 1))).at == 0
+    one.step(8, {1: [1.0]}, group=1)
     assert one.value(1) == [2.0]
 
 
@@ -196,7 +195,8 @@ def test_step_that_waits_behind_the_entrys_clock_finds_the_joiner_a_member() -> 
         one.step(FIRST, {group: [1.0]}, group=group)
     one.step(8, {0: [1.0]})
     assert one.value(1) == [0.0], "the clock of the second group waits for it"
-    one.step(8, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
+    assert done(one.send(8, JoinGroup(0, 1))).at == 0
+    one.step(8, {1: [1.0]}, group=1)
     assert one.value(1) == [2.0]
 
 
@@ -210,8 +210,8 @@ def test_rank_that_joins_is_waited_for_in_no_other_group_meanwhile() -> None:
     one.step(FIRST, {0: [1.0]}, clock=1)
     one.step(OTHER, {0: [1.0]}, clock=1)
     one.step(FIRST, {1: [1.0]}, group=1, clock=1)
-    one.step(OTHER, {1: [1.0]}, group=1, clock=CURRENT_CLOCK)
-    assert one.answers(OTHER)[-1].at == 2
+    assert done(one.send(OTHER, JoinGroup(0, 1))).at == 1
+    one.step(OTHER, {1: [1.0]}, group=1, clock=1)
     assert one.value(1) == [3.0]
 
 

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from tests.unit.core.group_rig import A, B, last, push, rig
+from tests.unit.core.group_rig import A, B, push, rig
 from tests.unit.core.rig import Rig
 
 from paramserve.consistency.built_in import Async
-from paramserve.messages import CURRENT_CLOCK, JoinGroup, SuspendMembership
 
 
 def notes(one: Rig, rank: int = 0, shard: int = 0) -> list[tuple[int, bytes]]:
     """(clock, note) of a rank on a shard."""
     (group,) = one.shards[shard].report(notes=True)
     return [(clock, note) for of, clock, note in group.notes if of == rank]
-
-
-def test_step_that_waits_for_its_membership_leaves_one_note_at_the_clock_that_it_gets() -> None:
-    one = rig(Async(), shards=2, workers=2)
-    for clock in range(2):
-        push(one, A, clock, note=b"%d" % clock)
-    for clock in range(3):
-        push(one, B, clock)
-    for shard in (0, 1):
-        one.send(A, SuspendMembership(0, 0), shard)
-    one.deliver()
-    assert one.step(A, {0: [1.0]}, shard=1, clock=CURRENT_CLOCK, note=b"late").replies == []
-    push(one, B, 3)
-    assert notes(one, shard=1) == [(0, b"0"), (1, b"1")]
-    one.send(A, JoinGroup(0, 0))
-    one.deliver()
-    assert last(one, A, 1).at == 5, "of the others' clock 4"
-    assert notes(one, shard=1) == [(1, b"1"), (4, b"late")]
 
 
 def test_repeated_older_step_leaves_the_notes_of_later_steps() -> None:

@@ -18,7 +18,6 @@ from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ClientClosed, ParamServeError, Timeout, WorkerFenced
 from paramserve.messages import (
-    CURRENT_CLOCK,
     Define,
     Defined,
     Failed,
@@ -289,7 +288,7 @@ class SimulatedClient(ClientProcess):
             for each in self.blocks.values():
                 if each.group in step.others:
                     self.cluster.histories[each.group_name].rests(self.rank, True)
-                    self.follows.add(each.group_name)
+                    self.follows[each.group_name] = step.group
         if isinstance(step, SuspendMembership):
             for each in self.blocks.values():
                 if each.group == step.group:
@@ -299,22 +298,24 @@ class SimulatedClient(ClientProcess):
         group = next(e.group_name for e in self.blocks.values() if e.group == step.group)
         planned = self._planned.pop(group)
         number, self._calls = self._calls, self._calls + 1
+        membership = self.steps.membership
         call = self.cluster.histories[group].issue(
             self.writer,
             number,
             None if planned.which is None else planned.which.number,
             frozenset(e.id for e in planned.push) if planned.which is not None else frozenset(),
             rank=self.rank,
-            clock=step.clock if step.clock != CURRENT_CLOCK else CURRENT_CLOCK - 1 - number,
+            clock=step.clock,
             tick=step.tick,
             spoiled=planned.spoiled or planned.wrong,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
-            pending=self.steps.membership.pending(group) or self._asks_clock(group),
+            pending=membership.pending(group) or membership.follows(group),
         )
         call.samples = planned.samples
         self._issued.append((group, call, operation))
+        here = sum(not each.numbered for _, _, each in self._issued)  # in this frame
         for shard in self.exchange.shards:
-            key = (self.writer, shard.number, shard.session.last + len(self._issued))
+            key = (self.writer, shard.number, shard.session.last + here)
             self.cluster.call_of[key] = group, call
         self.stepping = step.clock
         if not planned.wrong:
@@ -326,12 +327,6 @@ class SimulatedClient(ClientProcess):
             else each
             for shard, each in enumerate(requests)
         ]
-
-    def _asks_clock(self, group: str) -> bool:
-        """Whether no answer has said its clock of a group yet."""
-        calls = self.cluster.histories[group].calls
-        asked = (c for c in calls if c.writer == self.writer and c.clock < 0)
-        return group in self.follows or any(c.answered is None for c in asked)
 
     def each_shard_judges(self) -> bool:
         """Whether a shard may apply the next step though another one refuses it. A worker that has
@@ -348,11 +343,7 @@ class SimulatedClient(ClientProcess):
             call.skipped = len(dropped) == len(replies)
             call.dropped = frozenset() if call.skipped else dropped
             at = max(reply.at for reply in replies.values())
-            if call.clock < 0 and at >= 0:
-                call.clock = at - call.tick
-                self.follows.discard(group)
-                self.member_told()
-            elif at < 0:  # else it may have read a later one
+            if at < 0:  # else it may have read a later one
                 call.state = self.script.shown(call, group)
         self.cluster.histories[group].answer(call)
         self.cluster.recorder.moved(self)

@@ -194,7 +194,8 @@ class Entered(NamedTuple):
     slowest: int | None
     joins: bool
     then: int | None = None
-    """The slowest of the others after the event: it may have let many go on."""
+    """The slowest of the others after the event: it may have let many go on. In a group that
+    follows another one, the fastest, and how much further the rank is in that one."""
     told: int | None = None
     """The clock that another shard has decided for it; None: this one has."""
 

@@ -102,8 +102,8 @@ class ClientProcess(ABC):
         self.finished = False
         self.clocks: dict[str, int] = {}
         """By group, its ended steps; those of `steps`, once there are any."""
-        self.follows: set[str] = set()
-        """Groups that it has joined after another one, and whose clock it was not told yet."""
+        self.follows: dict[str, int] = {}
+        """Groups that it joins behind another one, and where it was not told yet: behind which."""
         self.submitting = False
         """Whether it sends requests that a fault may interrupt."""
         self.stepping: int | None = None
@@ -255,7 +255,9 @@ class ClientProcess(ABC):
     def member_told(self) -> None:
         """Tell the history where its rank is a member, as far as it knows."""
         for group, history in self.cluster.histories.items():
-            if not self.steps.membership.pending(group) and group not in self.follows:
+            membership = self.steps.membership
+            if not (membership.pending(group) or membership.follows(group)):
+                self.follows.pop(group, None)
                 history.rests(self.rank, False)
 
     @abstractmethod

@@ -374,7 +374,8 @@ class ShardRecorder:
             if here:
                 joins = len(changes) == 1 and rank not in history.ranks
                 others = [clock for each, clock in group.clocks.items() if each != rank]
-                then = min(others, default=None)
+                entry = self._entry_of(rank, group.name)
+                then = min(others, default=None) if entry is None else self._fastest(rank, *entry)
                 clock = group.clocks[rank]
                 by = group.members.joined[rank]
                 leads = self._shard.groups[group.id].lead is not None
@@ -383,6 +384,27 @@ class ShardRecorder:
                 history.entered.append(
                     Entered(self._shard.number, rank, order, clock, slowest, joins, then, told)
                 )
+
+    def _entry_of(self, rank: int, group: str) -> tuple[GroupState, GroupState] | None:
+        """The group that a rank has joined, and this one, if it joins this one behind it."""
+        for client in self._cluster.clients:
+            if client.rank == rank and not client.dead and group in client.follows:
+                known = {each.state.name: each.state for each in self._shard.groups.values()}
+                return self._shard.groups[client.follows[group]].state, known[group]
+        return None
+
+    @staticmethod
+    def _fastest(rank: int, entry: GroupState, group: GroupState) -> int | None:
+        """The furthest at which a rank may begin behind its entry: as far before the fastest of the
+        others as it is there."""
+        here, there = (
+            [clock for each, clock in state.clocks.items() if each != rank]
+            for state in (group, entry)
+        )
+        if not here:
+            return None
+        lead = entry.clocks[rank] - max(there) if there and rank in entry.clocks else 0
+        return max(here) + max(lead, 0)
 
     def _answered(
         self, client: int, answer: Answer, done: Done, order: int, before: dict[int, int]
