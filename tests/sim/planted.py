@@ -635,8 +635,8 @@ def groups_that_follow_are_joined_at_once(
     ) -> Answer | None:
         answer = joined(self, session, request, message)
         if answer is not None:
-            rank, client = session.rank, session.client
-            self._outbox.extend(self.followers.end_clock(message.group, rank, client, 0))
+            own = message.group, session.rank, session.client
+            self._outbox.extend(self.followers.end_clock(*own, 0, collects=True))
         return answer
 
     monkeypatch.setattr(Shard, "_join", join)
@@ -691,9 +691,11 @@ def follower_begins_at_the_slowest_clock(
     return SimulatedCluster
 
 
-def entry_stays_behind(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A rank whose others are further on in what follows does not pass clocks of its entry."""
-    monkeypatch.setattr(GroupMembers, "pass_over", lambda *_: None)
+def every_step_of_a_rank_that_is_ahead_ends_a_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A rank does not heed that it has joined further on than in its round."""
+    monkeypatch.setattr(ClientMembership, "is_ahead", lambda *_: None)
     return SimulatedCluster
 
 
@@ -705,5 +707,9 @@ GROUPS: tuple[Plant, ...] = (
     call_that_broke_between_its_frames_goes_on,
 )
 """Of two groups in Sync."""
-GROUPS_WITH_A_BOUND: tuple[Plant, ...] = (follower_begins_at_the_slowest_clock, entry_stays_behind)
-"""Of two groups with a bound of 0."""
+GROUPS_WITH_A_BOUND: tuple[tuple[Plant, Policy], ...] = (
+    (follower_begins_at_the_slowest_clock, BoundedStaleness(0)),
+    (every_step_of_a_rank_that_is_ahead_ends_a_clock, BoundedStaleness(0)),
+    (every_step_of_a_rank_that_is_ahead_ends_a_clock, Sync(reduce="sum")),
+)
+"""Of two groups, of which the second one has a bound of 0; and the first one's policy."""

@@ -92,12 +92,12 @@ def test_planted_bug_of_two_groups_is_found(
     assert first_violation(kind, second, **options) is not None
 
 
-@pytest.mark.parametrize("plant", planted.GROUPS_WITH_A_BOUND, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(("plant", "policy"), planted.GROUPS_WITH_A_BOUND)
 def test_planted_bug_of_two_groups_with_a_bound_is_found(
-    plant: planted.Plant, monkeypatch: pytest.MonkeyPatch
+    plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, policy = plant(monkeypatch), BoundedStaleness(0)
-    assert first_violation(kind, policy, others=(), second=policy) is not None
+    kind, second = plant(monkeypatch), BoundedStaleness(0)
+    assert first_violation(kind, policy, others=(), second=second) is not None
 
 
 @pytest.mark.parametrize(("plant", "policy"), RESTARTS)

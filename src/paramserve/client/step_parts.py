@@ -106,7 +106,8 @@ Captured = Sequence[tuple[BlockPush, Slot]]
 
 
 class StepOptions(Struct, frozen=True, gc=False):
-    """How a step is meant; see `messages.Step`."""
+    """How a step is meant; see `messages.Step`. `ahead`: it would end a clock, but its rank is
+    further on there than in its round."""
 
     tick: bool = False
     weight: float = 1.0
@@ -114,6 +115,7 @@ class StepOptions(Struct, frozen=True, gc=False):
     clip_norm: float = 0.0
     note: bytes = b""
     largest: float = -1.0
+    ahead: bool = False
 
 
 class StepParts(Struct, frozen=True, eq=False):

@@ -339,6 +339,8 @@ class Steps(ClientClocks):
             parts = each.parts
             if parts.numbered is not None:
                 parts.numbered(each.ticket)
+            if parts.options.ahead:
+                self.membership.stepped_within(parts.block.group_name)
             if parts.options.tick:
                 self.go_on(parts.block.group_name, each.clock + 1)
                 self.membership.stepped(parts.block)
@@ -384,8 +386,8 @@ class Steps(ClientClocks):
         come in a second one, when it is a member there.
 
         Raises:
-            PushTimeout: not all shards know that it is. Of the call nothing was sent, or all but
-                the steps of groups that follow; the error says so.
+            PushTimeout: not all shards know that it is. Nothing was sent of the call.
+            ParamServeError: an error between the two frames: the first one was sent, as it says.
 
         Returns:
             Their tickets, in the order given.
@@ -398,7 +400,7 @@ class Steps(ClientClocks):
         values: list[Slot] = []
         ticked = False
         leased = False
-        last: StepParts | None = None
+        last: Block | None = None
         saved: tuple[Saved, ...] = ()
         exchange = self._exchange
         try:
@@ -407,12 +409,12 @@ class Steps(ClientClocks):
                 self._take_told_pending()
             if self.membership.any_pending:
                 self._join_before(ordered)
-                stages = self._stages(self._entry_first(ordered))
+                stages = self._stages(self._in_round(self._entry_first(ordered)))
                 ordered = [each for stage in stages for each in stage]
             flush = 0 if self.encoder is None else self._flush_of(self.encoder, ordered)
             for each in ordered:
                 if each.options.tick:
-                    ticked, last = True, each
+                    ticked, last = True, each.block
                     leased = leased or each.block.table is None or each.leased
             if self.saving is not None and ticked:
                 saved = self.saving.due(ordered)
@@ -420,16 +422,18 @@ class Steps(ClientClocks):
             for stage in stages:
                 if sent:
                     self._join_after(sent, stage)
+                    stage = self._in_round(stage)
                 if ticked:
                     exchange.unfinished = "a step"
                 calls: list[tuple[list[Step], Operation]] = []
                 for each in stage:
-                    own = (mark, saved) if each is last else (None, ())
-                    follows = (mark or NOT_LEASED) if each is not ordered[-1] else None
+                    own = (mark, saved) if each.block is last else (None, ())
+                    follows = (mark or NOT_LEASED) if each.block is not ordered[-1].block else None
                     step = self._prepare(each, values, *own, follows, flush)
                     prepared += [step]
                     calls += [(step.requests, step.operation)]
                 tells = ticked or self.encoder is not None or parts[-1].numbered is not None
+                tells = tells or self.membership.any_pending
                 exchange.submit_together(
                     calls, partial(self._numbered, prepared) if tells else None
                 )
@@ -579,15 +583,19 @@ class Steps(ClientClocks):
             raise
 
     def _join_after(self, sent: Sequence[Prepared], parts: Sequence[StepParts]) -> None:
-        """Join the groups that follow the entry of a call, when that was sent."""
+        """Join the groups that follow the entry of a call, when that was sent.
+
+        Raises:
+            ParamServeError: one was not joined. It says what was sent.
+        """
         try:
             self._join_before(parts)
-        except PushTimeout as error:
-            done, left = (
+        except ParamServeError as error:
+            first, left = (
                 ", ".join(repr(each.group_name) for each in blocks)
                 for blocks in ([each.parts.block for each in sent], [each.block for each in parts])
             )
-            error.failed += f"; the call's step of {done} was sent, that of {left} was not"
+            error.failed += f"; the call's step of {first} was sent, that of {left} was not"
             error.applied = "unknown"
             raise
 
@@ -613,6 +621,15 @@ class Steps(ClientClocks):
                 first.append(each)
             entered = entered or self.membership.is_entry(each.block)
         return [*first, *after]
+
+    def _in_round(self, ordered: Sequence[StepParts]) -> list[StepParts]:
+        """The parts of a call: a step of a group whose clock of this round is over ends none."""
+        return [
+            replace(each, options=replace(each.options, tick=False, ahead=True))
+            if each.options.tick and self.membership.ends_no_clock(each.block.group_name)
+            else each
+            for each in ordered
+        ]
 
     def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
         """Join a group before the first step there; whether this rank was pending.
@@ -640,17 +657,15 @@ class Steps(ClientClocks):
         # A suspension or a join that was interrupted may be unanswered: a shard that hears of this
         # join before it executes that one would never answer it. And the step needs its room.
         self.waits.until(self._exchange.settle, "join", None, limit_s)
-        for each in joining.leaves:
-            self.membership.suspended(each.group_name)
-            self.ask_all("rest", SuspendMembership(0, each.group), limit_s)
-            self.membership.is_out(each.group_name)
         self.membership.asks(joining)
         message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
         requests = [message] * self._shards
         # Within a call: what became of its entry's step is told with the call's tickets.
         replies = done(self.finish("join", requests, limit_s, (), begins=not joining.follows))
-        late = joining.follows or self.membership.pending(block.group_name)
+        late = self.membership.begins(block.group_name)
         self._join_at(block, max(reply.at for reply in replies), late)
+        if ahead := max(reply.counts for reply in replies):
+            self.membership.is_ahead(block.group_name, *ahead)
         self.membership.joined(joining)
 
     def _answered(self, sent: Prepared) -> None:

@@ -29,8 +29,6 @@ class Joining(NamedTuple):
     collects: bool
     """Whether the group's gradients are collected, as far as the client knows."""
     others: tuple[Block, ...] = ()
-    leaves: tuple[Block, ...] = ()
-    """Blocks of groups whose membership is suspended before."""
     follows: bool = False
     """Whether the group follows an entry that was stepped: the answer comes when it is time."""
 
@@ -54,6 +52,9 @@ class ClientMembership:
         self._suspensions = 0
         self._stepped_since = True
         """Whether a clock was ended since the last suspension."""
+        self._over: dict[str, int] = {}
+        """By group where it is further on than in its round: its next steps there that end no
+        clock."""
         self._again = False
         """Whether it goes on for an older incarnation, which may have ended between two groups."""
         self._asked = ""
@@ -63,9 +64,8 @@ class ClientMembership:
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
         """Groups that follow it."""
-        self._following: dict[str, bool] = {}
-        """Groups that follow an entry that was stepped, and whose clock it has not asked for since:
-        False; the entry itself, unless its gradients are collected: True."""
+        self._following: dict[str, None] = {}
+        """Groups that follow an entry that was stepped, and where it has not joined since."""
 
     def pending(self, group: str) -> bool:
         """Whether no clock of a group waits for this rank yet."""
@@ -98,6 +98,7 @@ class ClientMembership:
         self._pending[group] = number
         self._behind.pop(group, None)
         self._following.pop(group, None)
+        self._over.pop(group, None)
         if group == self._entry:  # what was to follow does not
             self._pending.update(dict.fromkeys(self._behind, number))
             self._entry, self._behind = "", {}
@@ -114,30 +115,20 @@ class ClientMembership:
             return []
         known = list({each.group_name: each for each in defined}.values())
         entry = self._entry_of(stepped, known)
-        # Where the others are in their round of groups, only the clock of one that collects shows:
-        # members of those do not wait for this rank until it has come there.
-        left = tuple(
-            each for each in known if self._collects(each) and self._may_be_in(each.group_name)
-        )
-        found = []
+        found: list[Joining] = []
         for each in stepped:
             waits = self._waits(each)
-            if self.pending(each.group_name) and not (waits and entry is not None):
-                found.append(Joining(each, False, leaves=left if waits else ()))
+            # Of a group with a bound the answer says whether its clock of this round is over.
+            joins = self.pending(each.group_name) or (self._again and waits)
+            if joins and not (waits and entry is not None):
+                found.append(Joining(each, False))
         if entry is not None:
             found += self._entering(entry, stepped, known)
         joined = {each.group_name for joining in found for each in (joining.block, *joining.others)}
-        return found + self._asking([e for e in stepped if e.group_name not in joined], known)
-
-    def _asking(self, stepped: Sequence[Block], known: Sequence[Block]) -> list[Joining]:
-        """Requests for the clocks of groups that follow and are stepped now; with that of the entry
-        itself, which is decided before them."""
-        asked = {e.group_name: e for e in stepped if e.group_name in self._following}
-        if asked:
-            entries = [e for e in known if self._following.get(e.group_name, False)]
-            asked = {**{e.group_name: e for e in entries}, **asked}
-        last = sorted(asked, key=lambda name: self._following[name])
-        return [Joining(asked[name], self._collects(asked[name]), follows=True) for name in last]
+        for each in stepped:
+            if each.group_name in self._following and each.group_name not in joined:
+                found.append(Joining(each, self._collects(each), follows=True))
+        return found
 
     def _entry_of(self, stepped: Sequence[Block], known: Sequence[Block]) -> Block | None:
         """The entry of a call; None: it steps none that can be one."""
@@ -213,7 +204,7 @@ class ClientMembership:
             entry = self._entry if behind else ""
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
-        following = {each: own for each, own in self._following.items() if each not in known}
+        following = {each: None for each in self._following if each not in known}
         self._asked = ""
         # In one line: an interrupt finds all of it, or nothing.
         self._pending, self._behind, self._entry, self._following = (
@@ -225,13 +216,33 @@ class ClientMembership:
         self._plan()
 
     def _plan(self) -> None:
-        self.any_pending = bool(
-            self._pending or self._behind or self._following or self._again or self._asked
-        )
+        groups = self._pending or self._behind or self._following or self._over
+        self.any_pending = bool(groups or self._again or self._asked)
 
     def is_entry(self, block: Block) -> bool:
         """Whether other groups follow when a block's group is stepped."""
         return block.group_name == self._entry
+
+    def is_ahead(self, group: str, clocks: int) -> None:
+        """The rank has joined so many clocks behind the one at which it would step a group in this
+        round."""
+        self._over[group] = clocks
+        self._plan()
+
+    def stepped_within(self, group: str) -> None:
+        """A step that ends no clock of a group is on its way."""
+        left = self._over.pop(group, 0) - 1
+        if left > 0:
+            self._over[group] = left
+        self._plan()
+
+    def ends_no_clock(self, group: str) -> bool:
+        """Whether the next step of a group counts and ends no clock."""
+        return group in self._over
+
+    def begins(self, group: str) -> bool:
+        """Whether the answer to a request to join says where the rank begins in a group."""
+        return self.pending(group) or group in self._following
 
     def follows(self, group: str) -> bool:
         """Whether a group follows an entry, and is to be joined before it is stepped."""
@@ -246,7 +257,4 @@ class ClientMembership:
         """A step that ends a clock of a block's group is on its way."""
         self._stepped_since = True
         if block.group_name == self._entry:
-            follows = {**self._following, **dict.fromkeys(self._behind, False)}
-            if not self._collects(block):
-                follows[block.group_name] = True
-            self._entry, self._behind, self._following = "", {}, follows
+            self._entry, self._behind, self._following = "", {}, {**self._following, **self._behind}

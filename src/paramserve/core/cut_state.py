@@ -65,6 +65,7 @@ class SessionRecord(Struct, frozen=True):
         last: the number of its last request that has had its effect.
         outcomes: of the last numbers.
         told: by group, the change of policy that it knows.
+        ticks: by group, the number of its last step that ended a clock.
     """
 
     client: int
@@ -75,6 +76,7 @@ class SessionRecord(Struct, frozen=True):
     last: int
     outcomes: tuple[Done | Refused, ...]
     told: dict[int, int]
+    ticks: dict[int, int]
 
 
 def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord:
@@ -126,4 +128,5 @@ def session_record(session: ShardSession, last: int) -> SessionRecord:
         last,
         tuple(outcomes[seq] for seq in sorted(outcomes)),
         dict(session.told),
+        dict(session.ticks),
     )

@@ -120,8 +120,7 @@ class Send(Struct, frozen=True):
 
 
 class Enter(Struct, frozen=True):
-    """Make a joiner a member of a group that follows, or its entry's clock a later one
-    (`core.followers`)."""
+    """Make a joiner a member of a group that follows (`core.followers`)."""
 
     rank: int
     client: int

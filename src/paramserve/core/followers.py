@@ -8,7 +8,7 @@ another.
 Where the entry's gradients are collected, those are the members of the clock that was decided.
 Elsewhere members may be further on, or not as far. All step their groups in turn, so where one of
 them is says where it is, was or will be with the joiner's clock of the entry. No clock goes back:
-if the others are further on there already, the joiner passes clocks of the entry, too.
+if the joiner or all others are further on already, its next steps there end none.
 
 Shard 0 decides, since it executes the steps of all groups and leads the log. The other shards hear
 of it as of any other member (`core.group_membership`).
@@ -16,16 +16,17 @@ of it as of any other member (`core.group_membership`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from paramserve.core.events import Enter
 from paramserve.core.group_state import GroupState
+from paramserve.core.shard_sessions import Round, ShardSession
 
 StateOf = Callable[[int], GroupState | None]
 """The group of a number; None: it is not defined here."""
-LastTicks = Callable[[int], Mapping[int, int]]
-"""Of a rank by group: the number of the last request by which it has ended a clock there."""
+SessionOf = Callable[[int], ShardSession]
+"""That of a live rank's newest client."""
 
 
 class Joiner(NamedTuple):
@@ -42,11 +43,11 @@ class Joiner(NamedTuple):
 class Followers:
     """The joiners that shard 0 knows; the other shards know of none."""
 
-    def __init__(self, state_of: StateOf, last_ticks: LastTicks) -> None:
+    def __init__(self, state_of: StateOf, session_of: SessionOf) -> None:
         self.joiners: dict[int, Joiner] = {}
         """By rank."""
         self._state_of = state_of
-        self._last_ticks = last_ticks
+        self._session_of = session_of
 
     def begin(self, rank: int, client: int, seq: int, group: int, others: tuple[int, ...]) -> None:
         """A client joins a group with this request, and others are to follow."""
@@ -68,36 +69,54 @@ class Followers:
         for rank in [each for each, by in self.joiners.items() if by.client not in clients]:
             del self.joiners[rank]
 
-    def end_clock(self, group: int, rank: int, client: int, clock: int) -> list[Enter]:
+    def end_clock(
+        self, group: int, rank: int, client: int, clock: int, *, collects: bool
+    ) -> list[Enter]:
         """A rank has ended a clock of a group, or was told that this was over without it: what it
         becomes a member of.
 
         Args:
             clock: the one that comes next.
+            collects: whether gradients of the one that was ended were collected.
         """
         known, entry = self.joiners.get(rank), self._state_of(group)
         if known is None or known.entry != group or known.client != client or entry is None:
             return []
         del self.joiners[rank]
-        places: dict[int, tuple[int, int]] = {}
-        """By group: where members are, and the clock behind which the rank does not go back."""
+        members = []
         for number in known.others:
             state = self._state_of(number)
             if state is not None:
-                own = state.members.clock_of(rank, state.start)
-                at = self._where(entry, state, rank, clock)
-                places[number] = own if at is None else at, own
-        passed = max((own - at for at, own in places.values()), default=0)
-        passed = 0 if entry.collects or passed < 0 else passed
-        found = [
-            Enter(rank, client, known.seq, number, max(at + passed, own))
-            for number, (at, own) in places.items()
-        ]
-        if passed:  # as by its step: the decision about its request is known
-            found.insert(0, Enter(rank, client, known.seq + 1, group, clock + passed))
-        return found
+                own = state.members.clock_of(rank, state.start)  # it does not go back
+                at = self._where(entry, state, rank, clock, collects=collects)
+                at = own if at is None else at
+                if own > at:
+                    ahead = Round(group, clock + own - at, own, known.seq)
+                    self._session_of(rank).rounds[number] = ahead
+                members.append(Enter(rank, client, known.seq, number, max(own, at)))
+        return members
 
-    def _where(self, entry: GroupState, other: GroupState, rank: int, clock: int) -> int | None:
+    def round_of(self, rank: int, group: GroupState, others: Iterable[GroupState]) -> Round | None:
+        """Where members of a group are that are as far in another one as a rank which asks to be
+        one; None: that does not show.
+
+        Args:
+            others: of the cluster.
+        """
+        known = [e for e in others if e.id != group.id and e.waits and rank in e.clocks]
+        if group.collects or not (group.waits and known):
+            return None
+        ticks = self._session_of(rank).ticks
+        last = max(known, key=lambda each: (each.collects, ticks.get(each.id, 0)))
+        if not (last.collects or last.id in ticks):
+            return None
+        clock = last.clocks[rank]
+        at = self._where(last, group, rank, clock, collects=False)
+        return None if at is None else Round(last.id, clock, at)
+
+    def _where(
+        self, entry: GroupState, other: GroupState, rank: int, clock: int, *, collects: bool
+    ) -> int | None:
         """The clock of another group at which members are that have just ended a clock of the
         entry; None: there is no member of both.
 
@@ -107,11 +126,20 @@ class Followers:
         both = [each for each in other.clocks if each in entry.clocks and each != rank]
         if not both:
             return None
-        if entry.collects:
+        if collects:
             return max(other.clocks[each] for each in both)
-        # One that has joined may still have clocks of the entry to pass.
-        own = {each: max(entry.clocks[each], entry.members.joined[each].clock) for each in both}
-        ticks = {each: self._last_ticks(each) for each in both}
-        near = min(both, key=lambda each: (not ticks[each], abs(own[each] - clock)))
-        between = ticks[near].get(entry.id, 0) > ticks[near].get(other.id, 0)
-        return other.clocks[near] - (not between) + clock - own[near]
+        sessions = {each: self._session_of(each) for each in both}
+        near = min(
+            both, key=lambda each: (not sessions[each].ticks, abs(entry.clocks[each] - clock))
+        )
+        session = sessions[near]
+        begun = session.rounds.get(other.id)
+        if (
+            begun is not None
+            and begun.entry == entry.id
+            and begun.seq > session.ticks.get(other.id, 0)
+        ):
+            return begun.at + clock - begun.clock  # it comes there with steps that end no clock
+        between = session.ticks.get(entry.id, 0) > session.ticks.get(other.id, 0)
+        between = between and near not in entry.collect.pending  # this one is not ended
+        return other.clocks[near] - (not between) + clock - entry.clocks[near]

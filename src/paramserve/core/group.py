@@ -28,7 +28,7 @@ from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
-from paramserve.core.shard_sessions import Answer, Request, ShardSession
+from paramserve.core.shard_sessions import Answer, Request, Round, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
     Commit,
@@ -85,7 +85,7 @@ class GroupMachine:
         self.lead = Lead(shards) if decisions.leads else None
         """Set on the lead shard only."""
         self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, decisions, outbox)
-        self.membership = MembershipAgreement(state, decisions, outbox)
+        self.membership = MembershipAgreement(state, decisions)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
         self.deadline: float | None = None
@@ -146,6 +146,8 @@ class GroupMachine:
             # It has joined on another shard at a later clock, and sends no step of those before.
             state.members.ticked(rank, step.clock - 1)
             self.look_again()
+        if step.tick and member:
+            session.ticks[state.id] = step.seq
         epoch = state.of(rank, step.clock) if changes.later else changes.first
         answer: Answer | None
         if not steps:
@@ -199,16 +201,15 @@ class GroupMachine:
         if rank in members.clocks and not epoch.policy.collects:
             slowest = members.slowest
             members.ticked(rank, step.clock)
-            session.ticks[self.state.id] = step.seq
             if self._followers.joiners:
-                self._end_clock(session, members.clocks[rank])
+                self._end_clock(session, members.clocks[rank], collects=False)
             if self.waiting and members.slowest != slowest:
                 self.look_again()
 
-    def _end_clock(self, session: ShardSession, clock: int) -> None:
+    def _end_clock(self, session: ShardSession, clock: int, *, collects: bool = True) -> None:
         """A rank goes on at this clock here: it may be a member of other groups from now on."""
-        rank, client = session.rank, session.client
-        self._outbox.extend(self._followers.end_clock(self.state.id, rank, client, clock))
+        own = self.state.id, session.rank, session.client
+        self._outbox.extend(self._followers.end_clock(*own, clock, collects=collects))
 
     def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
         """The answer to a step whose clock was over without it: it changes nothing, and its worker
@@ -385,24 +386,39 @@ class GroupMachine:
                 fix="step from a worker",
             )
 
-    def join(self, session: ShardSession, request: Request, now: float) -> Answer | None:
-        """A rank is to be a member from the clock under way on; None: it waits for the lead. Where
-        it is one by this client already, the answer says at which clock: it may have followed
-        another group here, and the clock may be over without it."""
+    def join(
+        self, session: ShardSession, request: Request, now: float, place: Round | None = None
+    ) -> Answer | None:
+        """A rank is to be a member from the clock under way on; None: it waits for the lead. One
+        that has followed another group here is told at which clock it began, though that may be
+        over without it.
+
+        Args:
+            place: where members are that are as far as the rank in another group.
+        """
         state, rank, seq = self.state, session.rank, request.message.seq
         by = state.members.joined.get(rank)
         if by is not None and by.client == session.client and rank in state.clocks:
-            if not state.collects:
-                state.members.pass_over(rank)
-                self.look_again()
-            done = Done(seq, state.version, state.members.slowest, at=by.clock)
-            return self._with_news(session, Answer(done))
-        self.join_rank(rank, session.client, seq, now)
+            at = state.clocks[rank]
+            if session.ticks.get(state.id, 0) < by.seq:
+                at = by.clock
+            return self._answer_join(session, seq, at, place)
+        own = state.members.clock_of(rank, state.start)
+        clock = own if place is None else max(own, place.at)
+        self.join_rank(rank, session.client, seq, now, clock)
         if not state.members.knows(rank, session.client, seq, member=True):
             self.hold(session, request)
             return None
         members = state.members
-        done = Done(seq, state.version, members.slowest, at=members.clock_of(rank, state.start))
+        return self._answer_join(session, seq, members.clock_of(rank, state.start), place)
+
+    def _answer_join(self, session: ShardSession, seq: int, at: int, place: Round | None) -> Answer:
+        state, ahead = self.state, 0 if place is None else at - place.at
+        counts: tuple[int, ...] = ()
+        if place is not None and ahead > 0:
+            session.rounds[state.id] = Round(place.entry, place.clock + ahead, at, seq)
+            counts = (ahead,)
+        done = Done(seq, state.version, state.members.slowest, counts=counts, at=at)
         return self._with_news(session, Answer(done))
 
     def suspend(self, session: ShardSession, request: Request, now: float) -> Answer | None:

@@ -56,13 +56,8 @@ class GroupMembers:
         self._recount(start, {})
 
     def decided(self, joined: Mapping[int, JoinedBy], start: int) -> None:
-        """The lead has decided who is a member, by rank. The others' clocks stay; that of a member
-        that is one by the same client goes on with its own requests only (`pass_over`)."""
-        new = {
-            rank: by.clock
-            for rank, by in joined.items()
-            if rank not in self.joined or by.client != self.joined[rank].client
-        }
+        """The lead has decided who is a member, by rank. The others' clocks stay."""
+        new = {rank: by.clock for rank, by in joined.items() if by != self.joined.get(rank)}
         self.joined = joined
         self._recount(start, new)
 
@@ -104,10 +99,6 @@ class GroupMembers:
             self._at_slowest -= 1
             if not self._at_slowest:
                 self._count()
-
-    def pass_over(self, rank: int) -> None:
-        """A member goes on at the clock that the lead has said: it makes no steps up to there."""
-        self.ticked(rank, self.joined[rank].clock - 1)
 
     def commit(self, clock: int, *, together: bool) -> None:
         """All before `clock` is committed.

@@ -16,11 +16,9 @@ request.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from paramserve.core.decisions import DecisionLog
-from paramserve.core.events import GroupEffect
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.messages import GroupMembership
@@ -32,17 +30,13 @@ class MembershipAgreement:
     Args:
         state: the group.
         decisions: the log on this shard.
-        outbox: takes what the shard is to do.
     """
 
-    def __init__(
-        self, state: GroupState, decisions: DecisionLog, outbox: deque[GroupEffect]
-    ) -> None:
+    def __init__(self, state: GroupState, decisions: DecisionLog) -> None:
         self.newest = 0
         """The number of the newest decision that has been applied here."""
         self._state = state
         self._decisions = decisions
-        self._outbox = outbox
 
     # --- what the lead decides -------------------------------------------------------------------
 

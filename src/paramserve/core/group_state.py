@@ -180,6 +180,12 @@ class GroupState:
         return self.at(self.start).policy.collects
 
     @property
+    def waits(self) -> bool:
+        """Whether a worker may wait for members that are slower."""
+        policy = self.at(self.start).policy
+        return policy.collects or type(policy).on_pull is not Policy.on_pull
+
+    @property
     def start(self) -> int:
         """The clock at which a worker that comes now begins."""
         present = self.at(self.members.slowest).policy

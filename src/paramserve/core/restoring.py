@@ -330,5 +330,6 @@ def _session(record: SessionRecord, now: float) -> ShardSession:
     session.last = record.last
     session.keep_outcomes(record.outcomes)
     session.told = dict(record.told)
+    session.ticks = dict(record.ticks)
     session.gone_at = session.stepped_at = now
     return session

@@ -173,7 +173,7 @@ class Shard:
             allows=self._allows,
             apply=self._apply,
         )
-        self.followers = Followers(self._state_of, self._last_ticks)
+        self.followers = Followers(self._state_of, self.sessions.of_rank)
         self._members: dict[int, GroupMembership] = {}
         """By group, the newest decision about its members: its define may still be on the way, or
         come again behind an `Undefine`."""
@@ -621,10 +621,6 @@ class Shard:
         machine = self.groups.get(number)
         return None if machine is None else machine.state
 
-    def _last_ticks(self, rank: int) -> Mapping[int, int]:
-        session = self.sessions.workers.get(rank)
-        return {} if session is None else session.ticks
-
     def _group_of(self, number: int) -> GroupState:
         """The group of the block of this number.
 
@@ -764,17 +760,24 @@ class Shard:
             if self.decisions.leads:
                 self.followers.begin(rank, client, message.seq, message.group, message.others)
             session.done = Done(message.seq)
+            if message.others:
+                self.sessions.break_call(rank)
             for other in others:
                 other.suspend_rank(rank, client, message.seq, self._now)
         for other in others:
             if not other.is_out(rank, client, message.seq):
                 other.hold(session, request)
                 return None
-        return machine.join(session, request, self._now)
+        place = None
+        if self.decisions.leads and not message.others:
+            groups = [each.state for each in self.groups.values()]
+            place = self.followers.round_of(rank, machine.state, groups)
+        return machine.join(session, request, self._now, place)
 
     def _suspend(
         self, session: ShardSession, request: Request, message: SuspendMembership
     ) -> Answer | None:
         machine = self._group(message.group)
         self.followers.leave(session.rank, message.group)
+        self.sessions.break_call(session.rank)
         return machine.suspend(session, request, self._now)

@@ -64,6 +64,22 @@ class Answer(Struct, frozen=True):
     """Whether no newer values may replace these if the answer is lost."""
 
 
+class Round(NamedTuple):
+    """Where a rank is in a group when it has ended the clocks of another one before this.
+
+    Attributes:
+        entry: the other group.
+        clock: the one that comes next there.
+        at: of the group itself.
+        seq: of the request by which the rank has joined the group; 0: not yet.
+    """
+
+    entry: int
+    clock: int
+    at: int
+    seq: int = 0
+
+
 class CallPart(NamedTuple):
     """One group's part of a call that steps several.
 
@@ -117,9 +133,11 @@ class ShardSession:
         """The member whose state or newer incarnation refuses all requests of this one."""
         self.told: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
+        self.rounds: dict[int, Round] = {}
+        """By group that its rank has joined further on than in its round: when it is there. It
+        holds until the next step that ends a clock of the group."""
         self.ticks: dict[int, int] = {}
-        """By group that does not collect gradients: the last number by which it has ended a clock
-        there."""
+        """By group, the last number of a step that ends a clock there, or is to."""
         self.fenced_at = 0
         """The last number whose effect counts, of a session that is fenced."""
         self.gone_at: float | None = None
@@ -236,6 +254,8 @@ class Sessions:
         """Ranks whose client has ended with something that was left out of its gradients."""
         self.calls: dict[int, list[CallPart]] = {}
         """By rank: of its last call, if that steps several groups, the parts that were begun."""
+        self.broken: set[int] = set()
+        """Ranks whose last call of these ended between two parts, until their next step."""
         self._shard = shard
         self._limits = limits
 
@@ -354,7 +374,8 @@ class Sessions:
     def begin_part(self, session: ShardSession, step: Step) -> bool:
         """A step of a rank begins that is a part of a call, or comes after one; whether the call
         has several parts, and this is the last."""
-        known = self.calls.get(session.rank, [])
+        known = [] if session.rank in self.broken else self.calls.get(session.rank, [])
+        self.broken.discard(session.rank)
         part = CallPart(session.client, step.seq, step.group, step.clock, step.more)
         if not (known and known[-1].client == part.client and known[-1].more):
             known = []
@@ -367,10 +388,18 @@ class Sessions:
         return bool(known) and part.more is None
 
     def in_call(self, rank: int, client: int, last: int) -> bool:
-        """Whether a call of this client of a rank is not over with this number. A request to join
-        may come between its parts."""
+        """Whether a call of this client of a rank goes on behind this number. A request to join may
+        come between its parts."""
+        return rank not in self.broken and self._has_begun(rank, client, last)
+
+    def _has_begun(self, rank: int, client: int, last: int) -> bool:
         here = [p for p in self.calls.get(rank, ()) if p.client == client and p.seq <= last]
         return bool(here) and here[-1].more is not None
+
+    def break_call(self, rank: int) -> None:
+        """A call of a rank does not go on: its client begins its round anew."""
+        if rank in self.calls:
+            self.broken.add(rank)
 
     def begun(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
         """By group and rank, the clocks of steps that a cut has of calls that are not over there.
@@ -401,10 +430,14 @@ class Sessions:
         for rank, parts in self.calls.items():
             client = parts[0].client
             last, session = clients.get(client, 0), self.by_client.get(client)
-            if session is not None and self.in_call(rank, client, last):
+            if session is not None and self._has_begun(rank, client, last):
                 yield session, last
 
     # --- members ---------------------------------------------------------------------------------
+
+    def of_rank(self, rank: int) -> ShardSession:
+        """The session of a rank's newest client; one that has done nothing if it has none yet."""
+        return self.workers.get(rank) or ShardSession(0, 0, rank, 1)
 
     def update(self, message: Members) -> bool:
         """Take the coordinator's membership, unless it is an older one; whether it was taken."""

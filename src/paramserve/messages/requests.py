@@ -127,11 +127,12 @@ NOTE_BYTES_MAX = 64 * 1024
 
 
 class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
-    """This rank is to be a member of a group, from the clock under way there on.
+    """This rank is to be a member of a group, from the clock under way there on, or where it has
+    followed another one.
 
     The lead shard decides; each shard answers when it knows the decision. `Done.at` is the
-    rank's clock: where gradients are collected the same on all shards, else the largest counts.
-    A repeated request of a member changes nothing but `others`.
+    rank's clock: where gradients are collected the same on all shards, else the largest counts. Of
+    a member that has not stepped since it is where it has begun, which may be over without it.
 
     `others`: groups whose members may be waited for, which the rank steps after this one. Until it
     has stepped this one it is suspended in them; then shard 0 makes it a member, where those are

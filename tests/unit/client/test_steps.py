@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -445,13 +446,17 @@ class Joined(Memory):
     """Both shards answer requests about members at once, with these clocks; None: they do not."""
 
     clocks: tuple[int, int] | None = (0, 0)
+    ahead: Mapping[int, int] = MappingProxyType({})
+    """By group, how far the rank is ahead there."""
     news: tuple[GroupPolicy, ...] = ()
 
     def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
         super().submit(requests, operation, numbered)
         if self.clocks is not None and isinstance(requests[0], JoinGroup | SuspendMembership):
             for shard, clock in enumerate(self.clocks):
-                operation.answered(shard, Done(0, at=clock, news=self.news))
+                ahead = self.ahead.get(requests[0].group)
+                counts = () if ahead is None else (ahead,)
+                operation.answered(shard, Done(0, counts=counts, at=clock, news=self.news))
 
 
 class Joiner(Bench):
@@ -555,14 +560,39 @@ def test_group_whose_members_wait_comes_after_the_entry_and_its_first_step_ends_
     assert [one.sent(which)[0].tick for which in (1, 3)] == [True, False]
 
 
-def test_groups_that_a_joining_rank_leaves_are_suspended_first() -> None:
+def test_group_with_a_bound_is_joined_beside_one_that_collects() -> None:
     one = Joiner(A, BB)
     one.terms.changed(GroupPolicy(A.group, 2, 0, spec(BoundedStaleness(1))))
     one.steps.enter_ahead(BB, 1.0)
     one.step(A)
-    kinds = [type(first).__name__ for (first, _), _ in one.memory.sent]
-    assert kinds == ["JoinGroup", "SuspendMembership", "JoinGroup", "Step"]
-    assert one.pending() == [BB]
+    assert one.said() == [(JOIN, 2, (1,)), (JOIN, 1, ()), (STEP, 1, 0)]
+    assert one.pending() == []
+
+
+def test_steps_of_a_rank_that_is_ahead_in_a_group_end_no_clock() -> None:
+    one = Joiner(A, BB)
+    for block in (A, BB):
+        one.terms.changed(GroupPolicy(block.group, 2, 0, spec(BoundedStaleness(1))))
+    one.memory.ahead = {BB.group: 2}
+    for _ in range(3):
+        one.step(A, BB)
+    one.steps.send([StepParts("pull", BB, pull=[BB])])
+    steps = [first for (first, _), _ in one.memory.sent if isinstance(first, Step)]
+    assert [each.tick for each in steps if each.group == A.group] == [True] * 3
+    assert [each.tick for each in steps if each.group == BB.group] == [False, False, True, False]
+    assert one.steps.clocks == {"a": 3, "bb": 1}
+    assert not one.steps.membership.any_pending
+
+
+def test_push_without_a_tick_is_none_of_the_steps_that_a_rank_is_ahead() -> None:
+    one = Joiner(A)
+    one.terms.changed(GroupPolicy(A.group, 2, 0, spec(BoundedStaleness(1))))
+    one.memory.ahead = {A.group: 1}
+    one.steps.enter_ahead(A, 1.0)
+    for tick in (False, True, True):
+        one.send("step", tick=tick, block=A)
+    steps = [first for (first, _), _ in one.memory.sent if isinstance(first, Step)]
+    assert [each.tick for each in steps] == [False, False, True]
 
 
 def test_group_that_follows_is_joined_before_its_first_step() -> None:
@@ -616,6 +646,24 @@ def test_call_that_waits_too_long_between_its_frames_says_what_was_sent() -> Non
     one.steps.enter_ahead(A, 1.0)
     one.memory.clocks = None
     with pytest.raises(PushTimeout, match="step of 'a' was sent, that of 'bb' was not") as found:
+        one.step(A, BB)
+    assert found.value.applied == "unknown"
+
+
+def test_error_between_the_frames_says_that_the_first_one_was_sent() -> None:
+    one = Joiner(A, BB)
+    joins = one.memory.submit
+
+    def fenced(requests: Any, operation: Any, numbered: Any = None) -> None:
+        if requests[0] == JoinGroup(0, BB.group):
+            one.memory.clocks = None
+            joins(requests, operation, numbered)
+            one.memory.refuse(len(one.memory.sent) - 1)
+        else:
+            joins(requests, operation, numbered)
+
+    one.memory.submit = fenced
+    with pytest.raises(ParamServeError, match="step of 'a' was sent") as found:
         one.step(A, BB)
     assert found.value.applied == "unknown"
 

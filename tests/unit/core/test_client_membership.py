@@ -118,21 +118,9 @@ def test_first_of_several_groups_whose_members_wait_is_the_entry_where_none_coll
     one = Known(A, B, C, bounded=[A, B, C])
     one.late(A, B, C)
     assert one.sends(B, A) == [(B, (A, C))]
-    assert one.steps(B) == ["group 0", "group 1", "group 2"], "it may pass clocks of the entry"
-    assert one.sends(C) == [(C, ()), (B, ())], "what follows is decided behind these"
-    assert one.sends(B, C) == []
-    assert one.sends(A) == [(A, ())]
+    assert one.steps(B) == ["group 0", "group 2"]
+    assert one.sends(C, A) == [(C, ()), (A, ())]
     assert (one.sends(A, B, C), one.membership.any_pending) == ([], False)
-
-
-def test_entry_whose_members_wait_is_asked_for_its_clock_before_its_next_step() -> None:
-    one = Known(A, B, bounded=[A, B])
-    one.membership.came_again()
-    assert one.sends(A) == [(A, (B,))]
-    one.steps(A)
-    assert one.sends(A) == [(A, ())]
-    assert one.sends(B) == [(B, ())]
-    assert not one.membership.any_pending
 
 
 def test_request_to_join_that_was_not_answered_is_made_again_before_the_next_step() -> None:
@@ -163,16 +151,32 @@ def test_group_whose_members_wait_follows_an_entry_that_comes_after_it_in_the_ca
     assert not one.membership.steps_after(A, [A])
 
 
-def test_member_that_joins_a_group_whose_members_wait_leaves_the_groups_that_collect() -> None:
-    """Else their members wait for it, and it for them, where they are in the new group already."""
+def test_member_of_groups_that_collect_joins_one_with_a_bound_by_itself() -> None:
+    """The answer says whether its clock of this round is over."""
     one = Known(A, B, C, bounded=[A])
     one.suspends(A)
-    (joining,) = one.membership.before([A], one.groups)
-    assert joining.leaves == (B, C)
-    one.suspends(*joining.leaves)  # as the client does
-    one.membership.joined(joining)
-    one.steps(A)
-    assert one.sends(B) == [(B, (A, C))]
+    assert one.sends(A) == [(A, ())]
+    assert one.pending() == []
+    assert one.sends(B) == []
+
+
+def test_later_incarnation_asks_of_a_group_with_a_bound_that_it_steps_first() -> None:
+    """Its predecessor may have stepped it in this round."""
+    one = Known(A, B, bounded=[A])
+    one.membership.came_again()
+    assert one.sends(A) == [(A, ())]
+    assert one.sends(B) == [(B, (A,))]
+
+
+def test_steps_that_end_no_clock_are_the_next_ones_of_their_group() -> None:
+    one = Known(A, B, bounded=[A])
+    one.membership.is_ahead("group 0", 2)
+    for left in (True, True, False):
+        assert one.membership.ends_no_clock("group 0") is one.membership.any_pending is left
+        one.membership.stepped_within("group 0")
+    one.membership.is_ahead("group 0", 2)
+    one.suspends(A)
+    assert not one.membership.ends_no_clock("group 0"), "it joins anew"
 
 
 def test_group_that_may_have_been_joined_is_left() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+from msgspec import structs
+from tests.unit.core.group_rig import SUM, change, switched
 from tests.unit.core.rig import Rig, block_spec, done
 from tests.unit.core.test_shard_members import FIRST, OTHER
 
+from paramserve.consistency import registry
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.core.group_members import JoinedBy
@@ -14,14 +18,22 @@ ENTRY, FOLLOWS = 0, 1
 JOINER = 8
 
 
-def two_groups(policy: Policy, *, workers: int = 1, shards: int = 1) -> Rig:
-    """Rank 0, and others, are members of both; rank 7 has come."""
+def two_groups(
+    policy: Policy, *, workers: int = 1, shards: int = 1, follows: Policy | None = None
+) -> Rig:
+    """Rank 0, and others, are members of both; rank 7 has come.
+
+    Args:
+        follows: the policy of the group that follows, if it is another one.
+    """
     one = Rig(policy, shards=shards, workers=workers)
     for client, rank in ((FIRST, 0), (OTHER, 1))[:workers]:
         one.join(client, rank)
     cuts = tuple(range(shards + 1))
     for group in (ENTRY, FOLLOWS):
         spec = block_spec((shards,), number=group, group=group, cuts=cuts)
+        if follows is not None and group == FOLLOWS:
+            spec = structs.replace(spec, consistency=registry.spec(follows))
         one.define(FIRST, spec)
     one.join(JOINER, 7)
     return one
@@ -62,16 +74,27 @@ def test_rank_begins_where_a_member_is_to_be_that_has_ended_its_round() -> None:
     assert enter(one) == [3, 2], "as that one when it steps the entry"
 
 
-def test_rank_that_comes_to_what_others_have_ended_passes_clocks_of_its_entry() -> None:
-    """When it asks for them: its own step of before may not have come to another shard."""
+def test_rank_that_comes_to_what_others_have_ended_is_told_how_far_it_is_ahead() -> None:
+    """So many of its steps there end no clock."""
     one = two_groups(BoundedStaleness(4))
     at = done(one.send(JOINER, JoinGroup(0, ENTRY, others=(FOLLOWS,)))).at
     rounds(one, FIRST, ENTRY, FOLLOWS, ENTRY, FOLLOWS, ENTRY, FOLLOWS)
     one.step(JOINER, {ENTRY: [1.0]}, clock=at)
     assert clocks(one) == [1, 3], "no clock goes back"
-    assert done(one.send(JOINER, JoinGroup(0, FOLLOWS))).at == 3
-    assert done(one.send(JOINER, JoinGroup(0, ENTRY))).at == 4
-    assert clocks(one) == [4, 3]
+    answer = done(one.send(JOINER, JoinGroup(0, FOLLOWS)))
+    assert (answer.at, answer.counts) == (3, (3,))
+
+
+def test_rank_that_is_ahead_shows_where_it_is_when_it_is_so_no_more() -> None:
+    one = two_groups(BoundedStaleness(4), workers=2)
+    one.send(OTHER, SuspendMembership(0, FOLLOWS))
+    one.step(OTHER, {ENTRY: [1.0]})
+    at = done(one.send(JOINER, JoinGroup(0, ENTRY, others=(FOLLOWS,)))).at
+    rounds(one, FIRST, ENTRY, FOLLOWS, ENTRY, FOLLOWS)
+    one.step(JOINER, {ENTRY: [1.0]}, clock=at)
+    one.send(FIRST, SuspendMembership(0, ENTRY))
+    answer = done(one.send(OTHER, JoinGroup(0, FOLLOWS)))
+    assert (answer.at, answer.counts) == (2, (2,)), "as rank 7, which has 2 to come"
 
 
 def test_rank_without_a_member_of_both_groups_begins_at_its_own_clock() -> None:
@@ -89,25 +112,6 @@ def test_member_that_has_stepped_is_asked_before_one_that_has_not() -> None:
     assert enter(one) == [1, 1], "all step the other group first"
 
 
-def test_other_shards_pass_clocks_with_the_ranks_own_request() -> None:
-    one = two_groups(BoundedStaleness(4), shards=2)
-    for shard in (0, 1):
-        one.send(JOINER, JoinGroup(0, ENTRY, others=(FOLLOWS,)), shard)
-    one.deliver()
-    for clock in range(3):
-        for group in (ENTRY, FOLLOWS):
-            for shard in (0, 1):
-                one.step(FIRST, {group: [1.0]}, group=group, clock=clock, shard=shard)
-    one.step(JOINER, {ENTRY: [1.0]}, shard=0)
-    one.deliver()
-    assert one.shards[1].groups[ENTRY].state.members.joined[7].clock == 4
-    assert clocks(one, shard=1) == [0, 3], "its step has not come there"
-    one.step(JOINER, {ENTRY: [1.0]}, shard=1)
-    for group in (FOLLOWS, ENTRY):
-        one.send(JOINER, JoinGroup(0, group), 1)
-    assert clocks(one, shard=1) == [4, 3]
-
-
 def test_client_that_is_asked_again_is_told_where_it_began_though_the_clock_is_over() -> None:
     """It steps that clock all the same, and is told that it was late: so it stays in the round."""
     one = two_groups(Sync(reduce="sum", backup=1), workers=2)
@@ -118,6 +122,79 @@ def test_client_that_is_asked_again_is_told_where_it_began_though_the_clock_is_o
         one.step(client, {FOLLOWS: [1.0]}, group=FOLLOWS)
     assert one.shards[0].groups[FOLLOWS].state.committed == 1, "decided without it"
     assert done(one.send(JOINER, JoinGroup(0, FOLLOWS))).at == 0
+
+
+def test_member_that_joins_again_is_told_its_present_clock() -> None:
+    """As where an interrupt came before the suspension was sent."""
+    one = two_groups(Sync(reduce="sum"))
+    one.send(JOINER, JoinGroup(0, ENTRY))
+    for clock in range(2):
+        for client in (FIRST, JOINER):
+            one.step(client, {ENTRY: [1.0]}, clock=clock)
+    assert done(one.send(JOINER, JoinGroup(0, ENTRY))).at == 2
+
+
+def test_clock_in_sync_before_a_bound_is_one_that_was_decided() -> None:
+    one = two_groups(SUM)
+    change(one, BoundedStaleness(1))
+    (first,) = set(switched(one))
+    for clock in range(first - 1):
+        rounds_of = (ENTRY, FOLLOWS)
+        for group in rounds_of:
+            one.step(FIRST, {group: [1.0]}, group=group, clock=clock)
+    at = done(one.send(JOINER, JoinGroup(0, ENTRY, others=(FOLLOWS,)))).at
+    for client in (FIRST, JOINER):
+        one.step(client, {ENTRY: [1.0]}, clock=at)
+    assert clocks(one) == clocks(one, 0)
+    assert done(one.send(JOINER, JoinGroup(0, FOLLOWS))).counts == ()
+
+
+def sync_and_bound() -> Rig:
+    """The entry in Sync, and what follows with a bound; ranks 0 and 1 are members of both."""
+    one = two_groups(SUM, workers=2, follows=BoundedStaleness(1))
+    for clock in range(4):
+        for group in (ENTRY, FOLLOWS):
+            for client in (FIRST, OTHER):
+                one.step(client, {group: [1.0]}, group=group, clock=clock)
+    return one
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_member_of_an_entry_is_told_whether_the_clock_of_its_round_is_over(late: bool) -> None:
+    one = sync_and_bound()
+    one.send(OTHER, SuspendMembership(0, FOLLOWS))
+    for client in (FIRST, OTHER):
+        one.step(client, {ENTRY: [1.0]}, clock=4)
+    if late:
+        one.step(FIRST, {FOLLOWS: [1.0]}, group=FOLLOWS, clock=4)
+    answer = done(one.send(OTHER, JoinGroup(0, FOLLOWS)))
+    assert (answer.at, answer.counts) == ((5, (1,)) if late else (4, ()))
+
+
+def test_rank_that_is_further_on_than_its_round_is_told_so_when_it_has_followed() -> None:
+    one = sync_and_bound()
+    one.send(OTHER, SuspendMembership(0, ENTRY))
+    one.step(OTHER, {FOLLOWS: [1.0]}, group=FOLLOWS, clock=4)
+    one.send(OTHER, JoinGroup(0, ENTRY, others=(FOLLOWS,)))
+    for client in (FIRST, OTHER):
+        one.step(client, {ENTRY: [1.0]}, clock=4)
+    answer = done(one.send(OTHER, JoinGroup(0, FOLLOWS)))
+    assert (answer.at, answer.counts) == (5, (1,))
+
+
+@pytest.mark.parametrize("ends", ["rests", "begins anew"])
+def test_call_that_ended_between_its_frames_is_not_under_way(ends: str) -> None:
+    one = two_groups(Sync(reduce="sum"))
+    one.step(FIRST, {ENTRY: [1.0]}, more=(3, 8))
+    sessions = one.shards[0].sessions
+    session = sessions.by_client[FIRST]
+    assert sessions.in_call(0, FIRST, session.last)
+    rests, again = SuspendMembership(0, ENTRY), JoinGroup(0, ENTRY, others=(FOLLOWS,))
+    one.send(FIRST, rests if ends == "rests" else again)
+    assert not sessions.in_call(0, FIRST, session.last)
+    assert sessions.begun_marks({FIRST: session.last}) == ((FIRST, 3, 8),), "until its next step"
+    one.step(FIRST, {ENTRY: [1.0]}, clock=1, more=(3, 16))
+    assert sessions.begun_marks({FIRST: session.last}) == ((FIRST, 3, 16),)
 
 
 def test_request_that_names_no_others_ends_what_follows() -> None:
