@@ -116,6 +116,10 @@ def test_seeds_where_an_interrupted_call_was_followed_by_a_join(policy: Policy, 
     replay(seed, consistency=policy)
 
 
+def test_seed_where_a_rank_came_back_into_the_last_clock_before_a_bound() -> None:
+    replay(20738)
+
+
 @pytest.mark.parametrize("seeds", split(30, 80))
 def test_seeds_of_two_groups_that_collect_keep_every_invariant(seeds: range) -> None:
     for seed in seeds:

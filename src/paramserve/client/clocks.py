@@ -81,7 +81,7 @@ class ClientClocks:
         """
         with self._heard_lock:
             own = self.clocks.get(block.group_name, 0)
-            exact = late and self.collects_now(block)
+            exact = late and self._terms.at(block.group, clock).collects
             self.clocks[block.group_name] = clock if exact else max(own, clock)
 
     def go_on(self, group: str, clock: int) -> None:
