@@ -9,8 +9,8 @@ import pytest
 from tests.sim.workloads.encoded import EncodedTensors, encoder_of
 
 from paramserve.client import encoding
+from paramserve.client.call_frames import Prepared
 from paramserve.client.encoding import Encoded, Encoder
-from paramserve.client.steps import Prepared
 from paramserve.core.client_session import ClientSession, Operation
 from paramserve.core.partition import Block
 from paramserve.messages import Done, ShardRequest

@@ -8,8 +8,9 @@ import pytest
 from tests.sim.planted import DEATHS, PATIENCE_S, Plant, with_group, with_shard
 
 from paramserve.client import steps as steps_module
+from paramserve.client.call_frames import Prepared
 from paramserve.client.links import Slot
-from paramserve.client.steps import Prepared, Steps
+from paramserve.client.steps import Steps
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.core import collecting

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy.typing as npt
-from msgspec import Struct
 from msgspec.structs import replace
 
+from paramserve.client import call_frames
 from paramserve.client.awaiting import AwaitedSteps
+from paramserve.client.call_frames import NOT_LEASED, Prepared
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.encoding import Encoded, Encoder
 from paramserve.client.exchange import Exchange, Slot, again, done
@@ -49,36 +50,6 @@ from paramserve.messages import (
 )
 
 Array = npt.NDArray[Any]
-
-
-NOT_LEASED = (0, 0)
-"""In place of the mark of a call without leased samples."""
-
-
-def _stepping(parts: Sequence[StepParts]) -> list[StepParts]:
-    """Those that are steps, and not only reads."""
-    return [
-        each
-        for each in parts
-        if each.options.tick or each.options.skip or each.pushes or each.row_pushes
-    ]
-
-
-class Prepared(Struct, frozen=True, eq=False):
-    """A step that is about to be sent."""
-
-    parts: StepParts
-    ticket: Ticket
-    requests: list[Step]
-    operation: Operation
-    captured: list[Slot]
-    """Go back when all shards have answered."""
-    clock: int
-    """Of this client in that group before it."""
-    saved: tuple[Saved, ...] = ()
-    """What it tells of what the worker has saved."""
-    encoded: Mapping[int, Encoded] = {}
-    """By block, those of its gradients that a codec has encoded."""
 
 
 class Steps(ClientClocks):
@@ -394,7 +365,7 @@ class Steps(ClientClocks):
         """
         _, *more = parts
         ordered = sorted(parts, key=StepParts.order) if more else parts
-        stages = [ordered]
+        frames = [ordered]
         prepared: list[Prepared] = []
         sent: list[Prepared] = []
         values: list[Slot] = []
@@ -409,8 +380,8 @@ class Steps(ClientClocks):
                 self._take_told_pending()
             if self.membership.any_pending:
                 self._join_before(ordered)
-                stages = self._stages(self._in_round(self._entry_first(ordered)))
-                ordered = [each for stage in stages for each in stage]
+                frames = call_frames.arrange(self.membership, ordered)
+                ordered = [each for frame in frames for each in frame]
             flush = 0 if self.encoder is None else self._flush_of(self.encoder, ordered)
             for each in ordered:
                 if each.options.tick:
@@ -419,14 +390,14 @@ class Steps(ClientClocks):
             if self.saving is not None and ticked:
                 saved = self.saving.due(ordered)
             mark = self.next_mark() if leased and self.next_mark is not None else None
-            for stage in stages:
+            for frame in frames:
                 if sent:
-                    self._join_after(sent, stage)
-                    stage = self._in_round(stage)
+                    self._join_after(sent, frame)
+                    frame = call_frames.in_round(self.membership, frame)
                 if ticked:
                     exchange.unfinished = "a step"
                 calls: list[tuple[list[Step], Operation]] = []
-                for each in stage:
+                for each in frame:
                     own = (mark, saved) if each.block is last else (None, ())
                     follows = (mark or NOT_LEASED) if each.block is not ordered[-1].block else None
                     step = self._prepare(each, values, *own, follows, flush)
@@ -573,7 +544,7 @@ class Steps(ClientClocks):
 
     def _join_before(self, parts: Sequence[StepParts]) -> None:
         """Join groups in which this rank is pending, before a call that steps them."""
-        self._join_blocks([each.block for each in _stepping(parts)])
+        self._join_blocks([each.block for each in call_frames.stepping(parts)])
 
     def _join_blocks(self, stepped: Sequence[Block]) -> None:
         try:
@@ -598,38 +569,6 @@ class Steps(ClientClocks):
             error.failed += f"; the call's step of {first} was sent, that of {left} was not"
             error.applied = "unknown"
             raise
-
-    def _stages(self, ordered: Sequence[StepParts]) -> list[Sequence[StepParts]]:
-        """The parts of a call in which this rank joins, by when they can be sent, in their order:
-        a group that follows comes when it is a member there."""
-        for place, each in enumerate(ordered):
-            steps = place > 0 and _stepping([each]) != []
-            if steps and self.membership.follows(each.block.group_name):
-                return [ordered[:place], ordered[place:]]
-        return [ordered]
-
-    def _entry_first(self, ordered: Sequence[StepParts]) -> Sequence[StepParts]:
-        """The parts of a call in which this rank joins: a group that follows the entry comes after
-        it. Where the others step it before the entry, this step of it is none of their rounds: it
-        ends no clock."""
-        call = [each.block for each in ordered]
-        entered, first, after = False, list[StepParts](), list[StepParts]()
-        for each in ordered:
-            if not entered and self.membership.steps_after(each.block, call):
-                after.append(replace(each, options=replace(each.options, tick=False)))
-            else:
-                first.append(each)
-            entered = entered or self.membership.is_entry(each.block)
-        return [*first, *after]
-
-    def _in_round(self, ordered: Sequence[StepParts]) -> list[StepParts]:
-        """The parts of a call: a step of a group whose clock of this round is over ends none."""
-        return [
-            replace(each, options=replace(each.options, tick=False, ahead=True))
-            if each.options.tick and self.membership.ends_no_clock(each.block.group_name)
-            else each
-            for each in ordered
-        ]
 
     def enter_ahead(self, block: Block, limit_s: float | None) -> bool:
         """Join a group before the first step there; whether this rank was pending.
