@@ -342,7 +342,9 @@ def pull_ends_a_rest(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     class Enters(GroupMachine):
         def step(self, session: ShardSession, request: Request, now: float) -> Answer | None:
             if session.live and session.rank not in self.state.members.clocks:
-                self.join_rank(session.rank, session.client, request.message.seq, now)
+                rank, seq = session.rank, request.message.seq
+                clock = self.state.members.clock_of(rank, self.state.start)
+                self.join_rank(rank, session.client, seq, now, clock)
             return super().step(session, request, now)
 
     return with_group(monkeypatch, Enters)

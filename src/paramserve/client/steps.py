@@ -342,13 +342,13 @@ class Steps(ClientClocks):
         numbered = [each for each in (*sent, *prepared) if each.operation.numbered]
         self._forgotten.extend(each.ticket for each in numbered)
         groups = {each.parts.block.group for each in numbered}
-        left = [each for each in parts if each.block.group not in groups]
-        if numbered and left:  # the others may wait for this rank in these groups
+        others = [each for each in parts if each.block.group not in groups]
+        if numbered and others:  # members of their groups may wait for this rank
             self.membership.came_again()
         if len(numbered) == len(sent):
             self._exchange.give_back(values)
-        self._exchange.give_back([slot for each in left for slot in each.taken_slots])
-        for each in left:
+        self._exchange.give_back([slot for each in others for slot in each.taken_slots])
+        for each in others:
             fail_staged(each.block.group_name, each.staged, error)
 
     def send(self, parts: Sequence[StepParts]) -> list[Ticket]:
@@ -562,11 +562,11 @@ class Steps(ClientClocks):
         try:
             self._join_before(parts)
         except ParamServeError as error:
-            first, left = (
+            first, second = (
                 ", ".join(repr(each.group_name) for each in blocks)
                 for blocks in ([each.parts.block for each in sent], [each.block for each in parts])
             )
-            error.failed += f"; the call's step of {first} was sent, that of {left} was not"
+            error.failed += f"; the call's step of {first} was sent, that of {second} was not"
             error.applied = "unknown"
             raise
 

@@ -52,7 +52,7 @@ class ClientMembership:
         self._suspensions = 0
         self._stepped_since = True
         """Whether a clock was ended since the last suspension."""
-        self._over: dict[str, int] = {}
+        self._lead: dict[str, int] = {}
         """By group where it is further on than in its round: its next steps there that end no
         clock."""
         self._again = False
@@ -98,7 +98,7 @@ class ClientMembership:
         self._pending[group] = number
         self._behind.pop(group, None)
         self._following.pop(group, None)
-        self._over.pop(group, None)
+        self._lead.pop(group, None)
         if group == self._entry:  # what was to follow does not
             self._pending.update(dict.fromkeys(self._behind, number))
             self._entry, self._behind = "", {}
@@ -115,20 +115,20 @@ class ClientMembership:
             return []
         known = list({each.group_name: each for each in defined}.values())
         entry = self._entry_of(stepped, known)
-        found: list[Joining] = []
+        requests: list[Joining] = []
         for each in stepped:
             waits = self._waits(each)
             # Of a group with a bound the answer says whether its clock of this round is over.
             joins = self.pending(each.group_name) or (self._again and waits)
             if joins and not (waits and entry is not None):
-                found.append(Joining(each, False))
+                requests.append(Joining(each, False))
         if entry is not None:
-            found += self._entering(entry, stepped, known)
-        joined = {each.group_name for joining in found for each in (joining.block, *joining.others)}
+            requests += self._entering(entry, stepped, known)
+        named = {e.group_name for joining in requests for e in (joining.block, *joining.others)}
         for each in stepped:
-            if each.group_name in self._following and each.group_name not in joined:
-                found.append(Joining(each, self._collects(each), follows=True))
-        return found
+            if each.group_name in self._following and each.group_name not in named:
+                requests.append(Joining(each, self._collects(each), follows=True))
+        return requests
 
     def _entry_of(self, stepped: Sequence[Block], known: Sequence[Block]) -> Block | None:
         """The entry of a call; None: it steps none that can be one."""
@@ -216,7 +216,7 @@ class ClientMembership:
         self._plan()
 
     def _plan(self) -> None:
-        groups = self._pending or self._behind or self._following or self._over
+        groups = self._pending or self._behind or self._following or self._lead
         self.any_pending = bool(groups or self._again or self._asked)
 
     def is_entry(self, block: Block) -> bool:
@@ -226,19 +226,19 @@ class ClientMembership:
     def is_ahead(self, group: str, clocks: int) -> None:
         """The rank has joined so many clocks behind the one at which it would step a group in this
         round."""
-        self._over[group] = clocks
+        self._lead[group] = clocks
         self._plan()
 
     def stepped_within(self, group: str) -> None:
         """A step that ends no clock of a group is on its way."""
-        left = self._over.pop(group, 0) - 1
-        if left > 0:
-            self._over[group] = left
+        clocks = self._lead.pop(group, 0) - 1
+        if clocks > 0:
+            self._lead[group] = clocks
         self._plan()
 
     def ends_no_clock(self, group: str) -> bool:
         """Whether the next step of a group counts and ends no clock."""
-        return group in self._over
+        return group in self._lead
 
     def begins(self, group: str) -> bool:
         """Whether the answer to a request to join says where the rank begins in a group."""

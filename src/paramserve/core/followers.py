@@ -89,11 +89,10 @@ class Followers:
             if state is not None:
                 own = state.members.clock_of(rank, state.start)  # it does not go back
                 at = self._where(entry, state, rank, clock, collects=collects)
-                at = own if at is None else at
-                if own > at:
+                if at is not None and own > at:
                     ahead = Round(group, clock + own - at, own, known.seq)
                     self._session_of(rank).rounds[number] = ahead
-                members.append(Enter(rank, client, known.seq, number, max(own, at)))
+                members.append(Enter(rank, client, known.seq, number, max(own, at or 0)))
         return members
 
     def round_of(self, rank: int, group: GroupState, others: Iterable[GroupState]) -> Round | None:

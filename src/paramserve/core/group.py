@@ -435,10 +435,8 @@ class GroupMachine:
         members = self.state.members
         return rank not in members.clocks or members.knows(rank, client, seq, member=False)
 
-    def join_rank(
-        self, rank: int, client: int, seq: int, now: float, clock: int | None = None
-    ) -> None:
-        """On the lead shard, make a rank a member from a clock on; None: the one under way."""
+    def join_rank(self, rank: int, client: int, seq: int, now: float, clock: int) -> None:
+        """On the lead shard, make a rank a member from a clock on."""
         self.state.now = now
         self.membership.join(rank, client, seq, clock)
 

@@ -52,16 +52,11 @@ class MembershipAgreement:
         else:
             members.decided(joined, self._state.start)
 
-    def join(self, rank: int, client: int, seq: int, clock: int | None = None) -> None:
-        """On the lead, make a live rank a member, as this request of a client asks.
-
-        Args:
-            clock: at which it begins; None: at its own, or where one begins that comes now.
-        """
+    def join(self, rank: int, client: int, seq: int, clock: int) -> None:
+        """On the lead, make a live rank a member from a clock on, as this request of a client
+        asks."""
         members = self._state.members
         if self._decisions.leads and not members.knows(rank, client, seq, member=True):
-            if clock is None:
-                clock = members.clock_of(rank, self._state.start)
             self._decide({**members.joined, rank: JoinedBy(client, seq, clock)})
 
     def suspend(self, rank: int, client: int, seq: int) -> None:

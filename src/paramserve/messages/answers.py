@@ -22,10 +22,9 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
 
     `version` is the group's version on this shard after it, `clock` the smallest clock of the live
     workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
-    policy says. `counts`: update counts of the pieces (`Fetch`), how many of the
-    rank's next steps in the group end no clock (`JoinGroup`), or as `Scan` and `Delete` say.
-    `taken`: the version of the snapshot in the payload (`TakeSnapshot`), the number of the cut
-    (`TakeCut`), or -1.
+    policy says. `counts`: update counts of the pieces (`Fetch`), how many of the rank's next steps
+    in the group end no clock (`JoinGroup`), or as `Scan` and `Delete` say. `taken`: the version of
+    the snapshot in the payload (`TakeSnapshot`), the number of the cut (`TakeCut`), or -1.
     `dropped`: snapshots that no one took in time. `at`: the clock with which the worker
     goes on, or -1: with its own next one. `pending`: the rank is no member of the group, and this
     step changed nothing: it has to join first. `retire`: the run will do without this worker.

@@ -45,10 +45,14 @@ class Joined(Memory):
     ahead: Mapping[int, int] = MappingProxyType({})
     """By group, how far the rank is ahead there."""
     news: tuple[GroupPolicy, ...] = ()
+    refuses: int | None = None
+    """A group whose requests to join are refused."""
 
     def submit(self, requests: Any, operation: Any, numbered: Any = None) -> None:
         super().submit(requests, operation, numbered)
-        if self.clocks is not None and isinstance(requests[0], JoinGroup | SuspendMembership):
+        if requests[0] == JoinGroup(0, self.refuses or 0):
+            self.refuse(len(self.sent) - 1)
+        elif self.clocks is not None and isinstance(requests[0], JoinGroup | SuspendMembership):
             for shard, clock in enumerate(self.clocks):
                 ahead = self.ahead.get(requests[0].group)
                 counts = () if ahead is None else (ahead,)
@@ -248,17 +252,7 @@ def test_call_that_waits_too_long_between_its_frames_says_what_was_sent() -> Non
 
 def test_error_between_the_frames_says_that_the_first_one_was_sent() -> None:
     one = Joiner(A, BB)
-    joins = one.memory.submit
-
-    def fenced(requests: Any, operation: Any, numbered: Any = None) -> None:
-        if requests[0] == JoinGroup(0, BB.group):
-            one.memory.clocks = None
-            joins(requests, operation, numbered)
-            one.memory.refuse(len(one.memory.sent) - 1)
-        else:
-            joins(requests, operation, numbered)
-
-    one.memory.submit = fenced
+    one.memory.refuses = BB.group
     with pytest.raises(ParamServeError, match="step of 'a' was sent") as found:
         one.step(A, BB)
     assert found.value.applied == "unknown"
@@ -342,16 +336,10 @@ def test_join_that_is_interrupted_sends_nothing_of_the_call_and_is_repeated(
 
 def test_join_that_is_refused_is_made_again() -> None:
     one = Joiner(A)
-    submit, one.memory.clocks = one.memory.submit, None
-
-    def refused(requests: Any, operation: Any, numbered: Any = None) -> None:
-        submit(requests, operation, numbered)
-        one.memory.refuse(len(one.memory.sent) - 1)
-
-    one.memory.submit = refused
+    one.memory.refuses = A.group
     with pytest.raises(ParamServeError, match="no 0"):
         one.step(A)
-    one.memory.submit, one.memory.clocks = submit, (0, 0)
+    one.memory.refuses = None
     one.step(A)
     assert one.said() == [(JOIN, 1, ()), (JOIN, 1, ()), (STEP, 1, 0)]
     assert one.memory.taken != [], "the refused call gave its slot back, this one is on its way"

@@ -105,7 +105,7 @@ def test_rank_without_a_member_of_both_groups_begins_at_its_own_clock() -> None:
 
 
 def test_member_that_has_stepped_is_asked_before_one_that_has_not() -> None:
-    """Of this one nobody knows where it is in its round."""
+    """It does not show where this one is in its round."""
     one = two_groups(BoundedStaleness(4), workers=2)
     rounds(one, FIRST, FOLLOWS, ENTRY)
     assert clocks(one, 1) == [0, 0]
