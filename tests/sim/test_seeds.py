@@ -14,7 +14,7 @@ from tests.sim.policies import POLICIES
 from tests.sim.seeds import split
 
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
+from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
 from paramserve_testing import (
     Faults,
     History,
@@ -118,6 +118,11 @@ def test_seeds_where_an_interrupted_call_was_followed_by_a_join(policy: Policy, 
 
 def test_seed_where_a_rank_came_back_into_the_last_clock_before_a_bound() -> None:
     replay(20738)
+
+
+def test_seed_where_one_event_left_a_group_without_members_and_gave_it_one() -> None:
+    """What was in the buffer is applied between the two decisions."""
+    replay(21847, consistency=Buffered(size=3, damping=None))
 
 
 @pytest.mark.parametrize("seeds", split(30, 80))

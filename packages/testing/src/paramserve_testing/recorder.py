@@ -18,7 +18,16 @@ from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import ENDED, Answer
 from paramserve.core.table.block import KeyedBlock
-from paramserve.messages import BlockSpec, Commit, Done, GroupPolicy, Members, ShardRequest, Step
+from paramserve.messages import (
+    BlockSpec,
+    Commit,
+    Decision,
+    Done,
+    GroupPolicy,
+    Members,
+    ShardRequest,
+    Step,
+)
 from paramserve_testing.counting import AddWhole
 from paramserve_testing.history import (
     Answered,
@@ -278,6 +287,8 @@ class ShardRecorder:
         """By group, as they were last."""
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
         """By group and block: the masks of all writers, as they were last."""
+        self._empty: set[int] = set()
+        """Groups that had no member between two decisions of the present event."""
 
     def watch(self, block: ShardBlock | KeyedBlock) -> None:
         """A part of a block has been made."""
@@ -289,6 +300,11 @@ class ShardRecorder:
             writer = self._cluster.writers[event.client]
             client = self._cluster.clients[writer]
             self._recorder.arrived(self._shard.number, client, event.message)
+
+    def decided(self) -> None:
+        """A decision was applied; another one may follow in the same event."""
+        groups = self._shard.groups
+        self._empty |= {number for number in groups if not groups[number].state.clocks}
 
     def after(self, event: Event, effects: Effects) -> None:
         """An event has happened."""
@@ -327,6 +343,7 @@ class ShardRecorder:
                     )
                 self._clocks[group.id, rank] = clock
 
+        self._empty.clear()
         for client, answer in effects.replies:
             if isinstance(answer.message, Done):
                 self._answered(client, answer, answer.message, order, versions)
@@ -356,7 +373,7 @@ class ShardRecorder:
                 version,
                 group.version,
                 tuple(new),
-                not group.clocks,
+                not group.clocks or group.id in self._empty,
                 applied,
             )
         )
@@ -436,6 +453,10 @@ class RecordedShard(Shard):
         block = super().new_block(spec, attempt)
         self.recorder.watch(block)
         return block
+
+    def _apply(self, decision: Decision) -> None:
+        super()._apply(decision)
+        self.recorder.decided()
 
     def step(self, event: Event, now: float) -> Effects:
         self.recorder.before(event)
