@@ -314,6 +314,17 @@ def own_step_of_a_restarted_worker_refused(
     return SimulatedCluster
 
 
+def rest_of_a_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A rank ends while one step of its call is collected: the next one of that call does not
+    count."""
+
+    class Refuses(GroupMachine):
+        def can_collect(self, rank: int, step: Step) -> bool:
+            return False
+
+    return with_group(monkeypatch, Refuses)
+
+
 def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """A shard refuses a worker's step, and goes on waiting for one of that clock."""
 

@@ -92,6 +92,11 @@ def test_planted_bug_of_two_groups_is_found(
     assert first_violation(kind, second, **options) is not None
 
 
+def test_planted_bug_of_a_call_whose_rank_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, second = planted_sessions.rest_of_a_call_is_refused(monkeypatch), Sync(reduce="sum")
+    assert first_violation(kind, second, others=(), second=second, restarts=True) is not None
+
+
 @pytest.mark.parametrize(("plant", "policy"), planted.GROUPS_WITH_A_BOUND)
 def test_planted_bug_of_two_groups_with_a_bound_is_found(
     plant: planted.Plant, policy: Policy, monkeypatch: pytest.MonkeyPatch

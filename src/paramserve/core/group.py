@@ -516,6 +516,21 @@ class GroupMachine:
         self.replan()
         return None
 
+    def can_collect(self, rank: int, step: Step) -> bool:
+        """Whether a step can be collected now, behind one that is."""
+        state, members = self.state, self.state.members.clocks
+        others = self.shards > 1 or len(members) > 1  # else it may be applied at once
+        known = others and rank in members and rank not in state.collect.pending
+        present = step.tick and step.clock == state.committed and state.changes.paused is None
+        return known and present and state.at(step.clock).policy.collects
+
+    def collect_behind(self, session: ShardSession, request: Request, now: float) -> None:
+        """Collect a step of a session while another one is held, if `can_collect` says so."""
+        held = session.held
+        answer = self.step(session, request, now)
+        assert answer is None, "a step that is collected is answered by its commit"
+        session.held = held
+
     def _commit_single_worker(
         self, session: ShardSession, request: Request, parts: list[stepping.Part]
     ) -> Answer | None:
@@ -665,11 +680,12 @@ class GroupMachine:
                 self._end_clock(each.session, state.committed)
         for each in collected:
             session = each.session
-            if session.held is None:  # its client has ended
+            held = session.held
+            if held is None or held.message is not each.step:  # its client has ended
                 if session.fenced_by is None or session.client in commit.contributors:
                     self._outbox.append(Counted(session.client, each.step.seq))
                 continue
-            answer = self._after_commit(commit, each, session.held, failure)
+            answer = self._after_commit(commit, each, held, failure)
             self._outbox.append(Reply(session, self._with_news(session, answer)))
         self.look_again()
 

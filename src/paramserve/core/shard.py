@@ -427,12 +427,29 @@ class Shard:
                 held, Step | JoinGroup | SuspendMembership
             ):  # a cut is taken all the same
                 self.groups[held.group].let_go(session)
+            if isinstance(held, Step):
+                self._collect_call(session, held)
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
         if self.followers.joiners:
             workers = self.sessions.workers.values()
             self.followers.keep([each.client for each in workers if each.live])
+
+    def _collect_call(self, session: ShardSession, step: Step) -> None:
+        """A rank has ended: where this step of it is collected, so is what it has sent of the same
+        call for other clocks, since its next incarnation goes on behind that call."""
+        if not self.groups[step.group].state.collect.has_step(step):
+            return
+        for request in session.queue:
+            following = request.message
+            if step.more is None or type(following) is not Step:
+                return
+            machine = self.groups.get(following.group)
+            if machine is None or not machine.can_collect(session.rank, following):
+                return
+            machine.collect_behind(session, request, self._now)
+            step = following
 
     def _inquired(self, event: Inquired) -> None:
         number = event.message.group
@@ -495,10 +512,11 @@ class Shard:
     def _execute(self, session: ShardSession, request: Request) -> None:
         """Run a request; answer it, or leave it held."""
         try:
-            if session.fenced_by is not None:
-                raise session.fenced()
             message = request.message
-            if type(message) is Step and message.group in self.groups:
+            if session.fenced_by is not None:
+                self._hold_collected(session, request)
+                answer = None
+            elif type(message) is Step and message.group in self.groups:
                 if message.push and (message.leaves or session.left_out):
                     session.pushed = message
                 if message.more or session.rank in self.sessions.calls:
@@ -510,6 +528,19 @@ class Shard:
             answer = Answer(self._refusal(request.message, error))
         if answer is not None:
             self._answer(session, answer)
+
+    def _hold_collected(self, session: ShardSession, request: Request) -> None:
+        """Hold a request of a rank that has ended, if it is a step that is collected.
+
+        Raises:
+            WorkerFenced: it is not. Nothing was applied.
+        """
+        step = request.message
+        machine = self.groups.get(step.group) if type(step) is Step else None
+        if type(step) is not Step or machine is None or not machine.state.collect.has_step(step):
+            raise session.fenced()
+        self._begin_part(session, step)
+        session.held = request
 
     def _begin_part(self, session: ShardSession, step: Step) -> None:
         """A step of a call that steps several groups, or the next one, begins."""

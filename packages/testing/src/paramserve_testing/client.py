@@ -310,6 +310,7 @@ class SimulatedClient(ClientProcess):
             spoiled=planned.spoiled or planned.wrong,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
             pending=membership.pending(group) or membership.follows(group),
+            more=step.more is not None,
         )
         call.samples = planned.samples
         self._issued.append((group, call, operation))

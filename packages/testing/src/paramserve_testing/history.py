@@ -6,9 +6,10 @@ Order is a number that grows with each thing recorded; times do not matter to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from paramserve.consistency.base import Policy
@@ -60,6 +61,7 @@ class Call:
         samples: [start, stop) of the shared samples that its gradients come from.
         pending: whether its worker joins before its next step: no clock waits for it.
         bases: by shard, the version that they were computed from, if it was told.
+        more: whether the writer's next one comes in the same request.
         error: kind of the refusal; `applied` is what the error said.
         skipped: it was told that its push is applied nowhere.
         dropped: it was told so by these shards, and by the others that it is applied there.
@@ -79,6 +81,7 @@ class Call:
     spoiled: bool = False
     bases: tuple[int, ...] = ()
     pending: bool = False
+    more: bool = False
     samples: tuple[int, int] | None = None
     answered: int | None = None
     error: str = ""
@@ -351,6 +354,7 @@ class History:
         spoiled: bool = False,
         bases: tuple[int, ...] = (),
         pending: bool = False,
+        more: bool = False,
     ) -> Call:
         """A client asks for something."""
         call = Call(
@@ -366,6 +370,7 @@ class History:
             spoiled,
             bases,
             pending,
+            more,
         )
         self.calls.append(call)
         return call
@@ -427,6 +432,15 @@ class History:
             )
         )
 
+    def came_before_its_end(self, call: Call, shards: Collection[int]) -> bool:
+        """Whether a call's push had come to each of these shards when they knew of its writer's
+        end."""
+        return call.push is not None and all(
+            self.arrivals.get((shard, call.writer, call.push), inf)
+            < self.fences.get((shard, call.writer), inf)
+            for shard in shards
+        )
+
     def collects_at(self, clock: int) -> bool:
         """Whether a step of a clock is all or nothing over the shards."""
         policy = self.policy_at(clock)
@@ -444,6 +458,10 @@ class History:
     def was_away(self, rank: int, after: int, before: int) -> bool:
         """Whether a rank counted as ended, or rested, at any time between two orders."""
         return _ever(self.away, rank, after, before) or _ever(self.resting, rank, after, before)
+
+    def has_ended(self, rank: int, after: int, before: int) -> bool:
+        """Whether a rank counted as ended for good at any time between two orders."""
+        return _ever(self.away, rank, after, before)
 
     def is_away(self, rank: int) -> bool:
         """Whether a rank has ended for good, by now."""

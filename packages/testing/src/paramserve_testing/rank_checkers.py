@@ -6,11 +6,12 @@ A rank is a worker's place in the cluster, whichever of its incarnations has it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Adaptive, Sync
-from paramserve_testing.history import Decided, History, mask
+from paramserve_testing.history import Call, Decided, History, mask
 from paramserve_testing.wording import call_name, part_name, push_numbers
 
 
@@ -59,6 +60,45 @@ def restarts_keep_the_clocks(history: History) -> list[str]:
             last[rank] = each.order
         wrong += _done_without(missing, each, policy)
     return wrong + _resumed_wrongly(history) + _brought_twice(history) + _left_out(history)
+
+
+def calls_count_whole(histories: Collection[History]) -> list[str]:
+    """8, for calls of several groups. A rank that ends, and not for good, is in all synchronous
+    clocks of its last call or in none, if that call was on all shards by then.
+
+    Args:
+        histories: of all groups of a run.
+    """
+    wrong, calls = [], dict[tuple[int, int], tuple[History, Call]]()
+    for history in histories:
+        calls |= {(call.writer, call.number): (history, call) for call in history.calls}
+    for (writer, number), (history, call) in calls.items():
+        then = calls.get((writer, number + 1))
+        if not call.more or writer not in history.ended or then is None:
+            continue
+        first, second = _clock_of(history, call), _clock_of(*then)
+        if first is None or second is None:
+            continue
+        if history.has_ended(call.rank, call.issued, second.order):
+            continue
+        here, there = ([rank for rank, _ in each.contributors] for each in (first, second))
+        if call.rank in here and call.rank not in there:
+            wrong.append(
+                f"{call_name(call)} counts in clock {call.clock}, and the step of the same call "
+                f"that clock {second.clock} of the other group was decided without"
+            )
+    return wrong
+
+
+def _clock_of(history: History, call: Call) -> Decided | None:
+    """The clock that a call was to count in; None: it need not."""
+    policy = history.policy_of(call)
+    shards = {part.shard for part in history.final}
+    if not isinstance(policy, Sync) or policy.partial or call.pending or call.spoiled:
+        return None
+    if not call.tick or not history.came_before_its_end(call, shards):
+        return None
+    return next((e for e in history.decided if e.clock == call.clock and not e.empty), None)
 
 
 def _skips_alone(policy: Policy | None) -> bool:

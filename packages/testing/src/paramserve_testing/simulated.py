@@ -30,6 +30,7 @@ from paramserve_testing.history import Call, Deletion, History
 from paramserve_testing.nemesis import ALWAYS_S, COORDINATOR, Nemesis, shard_place
 from paramserve_testing.network import Bytes, End, Faults, Network, Stream
 from paramserve_testing.process import DEADLINES, ClientProcess, SimulatedExchange
+from paramserve_testing.rank_checkers import calls_count_whole
 from paramserve_testing.recorder import RecordedShard, Recorder, ShardRecorder, new_history
 from paramserve_testing.scenario import Scenario
 from paramserve_testing.scripts import ReaderScript, Script, script_of
@@ -199,6 +200,8 @@ class SimulatedCluster:
         for history in self.histories.values():
             check(history, self.again)
         wrong = self.workload.judge(self)
+        if halves := calls_count_whole(self.histories.values()):
+            wrong = {**wrong, calls_count_whole.__name__: halves}
         if wrong:
             each = SHOWN_MAX // len(wrong)
             lines = [f"{name}: {text}" for name, texts in wrong.items() for text in texts[:each]]
