@@ -41,6 +41,11 @@ def test_clusters_that_are_lost_go_on_from_a_checkpoint(case: str) -> None:
     assert max(each.failed for each in runs) <= ("table" in case)
 
 
+def test_seed_whose_shards_had_different_numbers_of_gradients_in_their_buffers() -> None:
+    """They go on as three: shard 0, whose records the others take, had none."""
+    assert resumed(70014, **CASES["buffered, then bounded"]).fell_to is not None
+
+
 def test_same_seed_gives_the_same_run() -> None:
     runs = (resumed(seed, consistency=Async()) for seed in range(2 * SEEDS))
     first = next(each for each in runs if each.fell_to is not None)

@@ -243,7 +243,8 @@ def _group(
 
     Who is a member is the lead's decision, which other shards may not have known at the cut. Of a
     rank that ended while it was sending, other numbers of shards take the highest clock: nothing of
-    it is applied twice.
+    it is applied twice. Where such a rank's gradients wait in the buffers of some shards only, the
+    mean is by the highest number, and none is lost.
     """
     every = [next(each for each in one.groups if each.id == number) for one in records]
     lead = every[LEAD]
@@ -259,6 +260,8 @@ def _group(
         lead,
         clocks=tuple(sorted(clocks.items())),
         ahead=tuple(sorted(ahead.items())),
+        buffered=max(each.buffered for each in every),
+        large=any(each.large for each in every),
         unapplied=next((each.unapplied for each in every if each.unapplied is not None), None),
     )
 
