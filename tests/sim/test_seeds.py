@@ -125,6 +125,10 @@ def test_seed_where_one_event_left_a_group_without_members_and_gave_it_one() -> 
     replay(21847, consistency=Buffered(size=3, damping=None))
 
 
+def test_seed_where_a_rank_came_back_and_rested_before_it_knew_that_it_had_joined() -> None:
+    replay(6334, others=(), second=Sync(reduce="sum"))
+
+
 @pytest.mark.parametrize("seeds", split(30, 80))
 def test_seeds_of_two_groups_that_collect_keep_every_invariant(seeds: range) -> None:
     for seed in seeds:

@@ -20,6 +20,9 @@ from paramserve.core.partition import Block
 
 LATE = 0
 """The suspension of groups that were there before the rank."""
+LEFT = -1
+"""That of groups that were to follow one which the rank has suspended: it may rest in that one
+alone."""
 
 
 class Joining(NamedTuple):
@@ -60,6 +63,8 @@ class ClientMembership:
         self._asked = ""
         """A group that it has asked to join, and does not know the answer: it may be a member, and
         what it has named then follows. It asks again before a step."""
+        self._named: tuple[str, ...] = ()
+        """The groups that it has named with that."""
         self._entry = ""
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
@@ -70,6 +75,11 @@ class ClientMembership:
     def pending(self, group: str) -> bool:
         """Whether no clock of a group waits for this rank yet."""
         return group in self._pending or group in self._behind
+
+    def may_be_out(self, group: str) -> bool:
+        """Whether a request to join whose answer it does not know may have suspended the rank in a
+        group: a read there may show clocks that it had no part in."""
+        return group in self._named
 
     def came_late(self, group: str) -> None:
         """The rank is no member of a group that it has not joined yet."""
@@ -92,15 +102,17 @@ class ClientMembership:
     def is_out(self, group: str) -> None:
         """The shards know that the rank is no member of a group."""
         if group == self._asked:
-            self._asked = ""
+            self._asked, self._named = "", ()
 
     def _leave(self, group: str, number: int) -> None:
         self._pending[group] = number
         self._behind.pop(group, None)
         self._following.pop(group, None)
         self._lead.pop(group, None)
+        if group == self._asked:  # the shards may have suspended it in what was to follow
+            self._pending |= dict.fromkeys(self._named, LEFT)
         if group == self._entry:  # what was to follow does not
-            self._pending.update(dict.fromkeys(self._behind, number))
+            self._pending |= dict.fromkeys(self._behind, LEFT)
             self._entry, self._behind = "", {}
         self.any_pending = True
 
@@ -184,6 +196,7 @@ class ClientMembership:
     def asks(self, joining: Joining) -> None:
         """A request to join is about to be sent: it may be interrupted before it is answered."""
         self._asked = joining.block.group_name
+        self._named = tuple(each.group_name for each in joining.others)
         self._plan()
 
     def joined(self, joining: Joining) -> None:
@@ -205,7 +218,7 @@ class ClientMembership:
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
         following = {each: None for each in self._following if each not in known}
-        self._asked = ""
+        self._asked, self._named = "", ()
         # In one line: an interrupt finds all of it, or nothing.
         self._pending, self._behind, self._entry, self._following = (
             pending,

@@ -190,6 +190,27 @@ def test_group_that_may_have_been_joined_is_left() -> None:
     assert one.sends(B) == [(B, (A,))]
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_group_that_is_left_again_leaves_those_that_were_to_follow_by_themselves(
+    answered: bool,
+) -> None:
+    """The shards may have suspended it in them. Where it rests in the first one alone, a step of
+    another one does not make it a member there."""
+    one = Known(A, B, C)
+    one.membership.came_again()
+    (joining,) = one.membership.before([A], one.groups)
+    assert joining.others == (B, C)
+    one.membership.asks(joining)
+    if answered:
+        one.membership.joined(joining)
+    one.suspends(A)
+    one.membership.is_out("group 0")
+    assert one.pending() == [A, B, C]
+    assert one.sends(B) == [(B, (C,))]
+    assert one.steps(B) == ["group 2"]
+    assert one.pending() == [A]
+
+
 def test_member_of_the_first_group_names_the_others_without_leaving_it() -> None:
     one = Known(A, B)
     one.late(B)

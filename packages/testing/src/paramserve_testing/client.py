@@ -299,6 +299,7 @@ class SimulatedClient(ClientProcess):
         planned = self._planned.pop(group)
         number, self._calls = self._calls, self._calls + 1
         membership = self.steps.membership
+        out = membership.may_be_out(group) and not step.tick
         call = self.cluster.histories[group].issue(
             self.writer,
             number,
@@ -309,7 +310,7 @@ class SimulatedClient(ClientProcess):
             tick=step.tick,
             spoiled=planned.spoiled or planned.wrong,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
-            pending=membership.pending(group) or membership.follows(group),
+            pending=membership.pending(group) or membership.follows(group) or out,
             more=step.more is not None,
         )
         call.samples = planned.samples
