@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -190,27 +191,30 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
 # --- what is not --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [-1, 9, 1 << 40])
-def test_gradient_with_other_rows_than_its_payload_is_refused(rows: int) -> None:
+def test_gradient_with_other_rows_than_its_payload_is_refused() -> None:
     one = rig()
-    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, extent=rows),), ())
-    error = refused(one.send(ME, message, 0, pushed([1, 2])))
-    assert isinstance(error, ShapeMismatch)
-    assert "'users'" in error.failed
-    assert error.applied == "no"
-    assert rows_of(one, [1, 2]) == [1.0, 1.0]
+    for rows in (-1, 9, 1 << 40):
+        message = Step(0, 0, 0, True, (Gradient(0, 0, 0, extent=rows),), ())
+        error = refused(one.send(ME, message, 0, pushed([1, 2])))
+        assert isinstance(error, ShapeMismatch)
+        assert "'users'" in error.failed
+        assert error.applied == "no"
+        assert len(one.shards[0].blocks[0].store) == 0
 
 
-@pytest.mark.parametrize(
-    ("arena", "offset", "rows"),
-    [(2, 0, 1), (1, 8, 1), (1, -64, 1), (1, 4096, 1), (1, 0, 4096), (1, 4032, 2), (1, 1 << 62, 1)],
-)
-def test_gradient_outside_its_arena_is_refused(arena: int, offset: int, rows: int) -> None:
+OUTSIDE = [
+    (2, 0, 1), (1, 8, 1), (1, -64, 1), (1, 4096, 1), (1, 0, 4096), (1, 4032, 2), (1, 1 << 62, 1),
+]  # fmt: skip
+"""Arena, offset and rows of gradients where an arena of 4,096 bytes, the first, has none."""
+
+
+def test_gradient_outside_its_arena_is_refused() -> None:
     one = rig()
-    message = Step(0, 0, 0, True, (Gradient(0, arena, offset, extent=rows),), ())
-    error = refused(one.send(ME, message, 0, {1: np.zeros(4096, np.uint8)}))
-    assert isinstance(error, ShapeMismatch)
-    assert len(one.shards[0].blocks[0].store) == 0
+    for arena, offset, rows in OUTSIDE:
+        message = Step(0, 0, 0, True, (Gradient(0, arena, offset, extent=rows),), ())
+        error = refused(one.send(ME, message, 0, {1: np.zeros(4096, np.uint8)}))
+        assert isinstance(error, ShapeMismatch)
+        assert len(one.shards[0].blocks[0].store) == 0
 
 
 def test_gradient_that_names_pieces_is_refused() -> None:
@@ -386,12 +390,12 @@ def test_lru_of_a_table_is_divided_among_its_shards() -> None:
 # --- where parts lie ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 16, 17])
-@pytest.mark.parametrize("width", [None, 0, 5])
-@pytest.mark.parametrize("idle", [False, True])
-def test_parts_lie_one_after_the_other_and_fill_what_is_measured(
-    rows: int, width: int | None, idle: bool
-) -> None:
+def test_parts_lie_one_after_the_other_and_fill_what_is_measured() -> None:
+    for rows, width, idle in product([0, 1, 7, 16, 17], [None, 0, 5], [False, True]):
+        check_parts(rows, width, idle)
+
+
+def check_parts(rows: int, width: int | None, idle: bool) -> None:
     memory = np.zeros(1 << 14, np.uint8)
     records = records_at(memory, 64, rows, DIM, width, idle)
     for number, each in enumerate(records):
@@ -589,19 +593,16 @@ def test_contains_is_asked_again_where_its_answer_was_lost() -> None:
     assert payload[:2].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("rows", "offset"), [(-1, 0), (-3, 0), (9, 0), (1, 8), (1, 64), (1, -64)])
-@pytest.mark.parametrize("arena", [0, 1])
-def test_keys_that_do_not_lie_where_they_are_named_are_refused(
-    rows: int, offset: int, arena: int
-) -> None:
+def test_keys_that_do_not_lie_where_they_are_named_are_refused() -> None:
     one = rig()
     push(one, [0, 1])
-    for kind in (Delete, Contains):
+    places = [(-1, 0), (-3, 0), (9, 0), (1, 8), (1, 64), (1, -64)]
+    for (rows, offset), arena, kind in product(places, [0, 1], [Delete, Contains]):
         memory = {arena: np.zeros(64, np.uint8)}
         error = refused(one.send(ME, kind(0, 0, rows, arena, offset), 0, memory))
         assert isinstance(error, ShapeMismatch)
         assert error.applied == "no"
-    assert len(one.shards[0].blocks[0].store) == 2
+        assert len(one.shards[0].blocks[0].store) == 2
     one.define(ME, block_spec((4,), number=1, group=1))
     for kind in (Delete, Contains):
         assert "is no table" in refused(one.send(ME, kind(0, 1, 0, 0, 0))).failed
