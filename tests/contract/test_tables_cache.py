@@ -1,4 +1,4 @@
-"""Copies of rows that a client keeps, over all transports: how old, whose, and what is pulled.
+"""Copies of rows that a client keeps: how old, whose, and what is pulled.
 
 The cache alone is in `tests/unit/client/test_row_cache.py`.
 """
@@ -20,6 +20,12 @@ from paramserve.client import row_reads
 from paramserve.rules import Add
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: copies are the client's own, however rows come."""
+    return make_cluster("unix", servers=2)
 
 
 def test_cache_serves_copies_for_so_many_clocks(cluster: RoleCluster) -> None:

@@ -22,6 +22,12 @@ BEYOND = {"int64": 2**53 + 1, "float64": 2.0**24 + 1}
 """By dtype: a count that the next narrower numbers do not hold."""
 
 
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: what is exact in one frame is so in all."""
+    return make_cluster("tcp", servers=2)
+
+
 def counts(client: Client, dtype: str = "int64", **options: Any) -> Table:
     options = {"rule": ps.Add(), "init": ps.Zeros(), "dtype": dtype, **options}
     return client.table("counts", dim=2, **options)

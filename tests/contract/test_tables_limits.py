@@ -1,4 +1,4 @@
-"""Tables that are full, evict rows or admit keys late, over all transports."""
+"""Tables that are full, evict rows or admit keys late."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ from paramserve.rules import SGD
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
 SMALL = 1 << 15
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: limits are the servers' own."""
+    return make_cluster("tcp", servers=2)
 
 
 def room(cluster: RoleCluster, shard: int = 0) -> int:
@@ -65,11 +71,10 @@ def test_full_table_refuses_pushes_of_new_keys_and_keeps_the_others(cluster: Rol
         table.put(fresh, ones(fresh.size))
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_push_that_one_of_two_shards_has_no_room_for_is_half_applied_and_says_so(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2)
+    cluster = make_cluster("tcp", servers=2)
     table = users(cluster.client(), max_bytes=SMALL)
     most = room(cluster)
     there = keys_of(cluster, 0, most)
@@ -85,9 +90,9 @@ def test_push_that_one_of_two_shards_has_no_room_for_is_half_applied_and_says_so
 
 
 def test_full_table_in_sync_tells_every_worker_and_goes_on(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = [cluster.client(rank) for rank in range(2)]
     options: dict[str, Any] = {"max_bytes": SMALL, "consistency": Sync(reduce="sum")}
     tables = [users(client, **options) for client in ranks]
@@ -139,8 +144,8 @@ def test_lru_of_max_bytes_keeps_the_table_below_it(cluster: RoleCluster) -> None
         table.push(np.arange(4000), ones(4000)).result()
 
 
-def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = [cluster.client(rank) for rank in range(2)]
     tables = [users(client, evict=TTL(clocks=2), init=Uniform()) for client in ranks]
     table = tables[0]
@@ -170,8 +175,8 @@ def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster, 
 # --- admitted -----------------------------------------------------------------------------------
 
 
-def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = [cluster.client(rank) for rank in range(2)]
     tables = [
         users(client, admit=MinCount(2), rule=SGD(1.0), consistency=Sync(reduce="sum"))

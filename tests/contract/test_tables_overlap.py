@@ -1,4 +1,4 @@
-"""Rows that are asked for ahead, over all transports: by tables, and by a loader.
+"""Rows that are asked for ahead: by tables, and by a loader.
 
 Whose memory they lie in is in `test_tables_memory.py`, copies that are kept in
 `test_tables_cache.py`, the loader alone in `tests/unit/pytorch/test_loader_prefetch.py`.
@@ -25,6 +25,12 @@ from paramserve.rules import SGD, Add
 from paramserve.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over a network, where each row travels once; `test_tables_memory.py` has the other ones."""
+    return make_cluster("tcp", servers=2)
 
 
 def films(client: Client) -> Table:

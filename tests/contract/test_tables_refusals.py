@@ -1,4 +1,4 @@
-"""What a table refuses, over all transports: who, what was expected, what came, and that nothing
+"""What a table refuses: who, what was expected, what came, and that nothing
 was applied."""
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ def refused(
 
 
 @pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: what is refused is the same over all."""
+    return make_cluster("tcp", servers=2)
+
+
+@pytest.fixture
 def two(make_cluster: MakeCluster) -> RoleCluster:
     """Two shards, for what the client or the coordinator refuses."""
     return make_cluster("unix", servers=2)
@@ -78,45 +84,41 @@ def unchanged(table: Table) -> bool:
 # --- keys and gradients -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("keys", "error", "word"),
-    [
-        ([1.0, 2.0], TypeError, "not float64"),
-        ([0.5], TypeError, "not float64"),
-        ([True, False], TypeError, "not bool"),
-        ([None], TypeError, "position 0 is None"),
-        ([2**64], TypeError, "position 0 is 18446744073709551616, more than 64 bits"),
-        (np.array([2**63], np.uint64), ValueError, "9223372036854775808 is above"),
-        (np.array(["2020-01-01"], "datetime64[D]"), TypeError, "not datetime64"),
-    ],
-    ids=["whole", "half", "bool", "none", "huge", "unsigned", "date"],
-)
-def test_keys_that_are_no_integers_of_64_bits_are_refused(
-    table: Table, keys: Any, error: type[Exception], word: str
-) -> None:
-    n = np.size(keys)
-    for use in (
-        lambda: table.pull(keys),
-        lambda: table.push(keys, ones(n)),
-        lambda: table.prefetch(keys),
-        lambda: table.put(keys, ones(n)),
-    ):
-        refused(use, error, "table 'users'", word)
+NO_KEYS: list[tuple[Any, type[Exception], str]] = [
+    ([1.0, 2.0], TypeError, "not float64"),
+    ([0.5], TypeError, "not float64"),
+    ([True, False], TypeError, "not bool"),
+    ([None], TypeError, "position 0 is None"),
+    ([2**64], TypeError, "position 0 is 18446744073709551616, more than 64 bits"),
+    (np.array([2**63], np.uint64), ValueError, "9223372036854775808 is above"),
+    (np.array(["2020-01-01"], "datetime64[D]"), TypeError, "not datetime64"),
+]
+
+
+def test_keys_that_are_no_integers_of_64_bits_are_refused(table: Table) -> None:
+    for keys, error, word in NO_KEYS:
+        for use in (
+            lambda k=keys: table.pull(k),
+            lambda k=keys: table.push(k, ones(np.size(k))),
+            lambda k=keys: table.prefetch(k),
+            lambda k=keys: table.put(k, ones(np.size(k))),
+        ):
+            refused(use, error, "table 'users'", word)
     assert unchanged(table)
 
 
-@pytest.mark.parametrize(
-    ("keys", "shape"),
-    [([1, 2], (3, DIM)), ([1, 2, 3], (2, DIM)), ([1, 2], (2, DIM + 1)), ([1, 2], (2,)),
-     ([1], (DIM,)), ([[1, 2]], (2, DIM)), ([], (1, DIM)), ([1, 2], (2, DIM, 1))],
-)  # fmt: skip
-def test_keys_and_rows_of_different_shapes_are_refused(
-    table: Table, keys: list[Any], shape: tuple[int, ...]
-) -> None:
-    expected = [*np.shape(keys), DIM]
-    words = ("table 'users'", f"shape {list(shape)}", f"expected {expected}")
-    refused(lambda: table.push(keys, np.ones(shape)), ShapeMismatch, *words)
-    refused(lambda: table.put(keys, np.ones(shape)), ShapeMismatch, *words)
+SHAPES: list[tuple[list[Any], tuple[int, ...]]] = [
+    ([1, 2], (3, DIM)), ([1, 2, 3], (2, DIM)), ([1, 2], (2, DIM + 1)), ([1, 2], (2,)),
+    ([1], (DIM,)), ([[1, 2]], (2, DIM)), ([], (1, DIM)), ([1, 2], (2, DIM, 1)),
+]  # fmt: skip
+
+
+def test_keys_and_rows_of_different_shapes_are_refused(table: Table) -> None:
+    for keys, shape in SHAPES:
+        expected = [*np.shape(keys), DIM]
+        words = ("table 'users'", f"shape {list(shape)}", f"expected {expected}")
+        for use in (table.push, table.put):
+            refused(lambda u=use, k=keys, s=shape: u(k, np.ones(s)), ShapeMismatch, *words)
     assert unchanged(table)
 
 
@@ -126,17 +128,17 @@ def test_gradients_that_are_no_floating_point_are_refused(table: Table) -> None:
     assert unchanged(table)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_gradient_that_is_not_finite_is_refused_with_its_key(table: Table, bad: float) -> None:
+def test_gradient_that_is_not_finite_is_refused_with_its_key(table: Table) -> None:
     gradients = ones(3)
-    gradients[1, DIM - 1] = bad
-    refused(
-        lambda: table.push([5, -6, 7], gradients),
-        NonFinite,
-        "the gradient of key -6 of table 'users'",
-        "NaN or Inf",
-        "a client without a rank",
-    )
+    for bad in (np.nan, np.inf, -np.inf):
+        gradients[1, DIM - 1] = bad
+        refused(
+            lambda: table.push([5, -6, 7], gradients),
+            NonFinite,
+            "the gradient of key -6 of table 'users'",
+            "NaN or Inf",
+            "a client without a rank",
+        )
     assert unchanged(table)
 
 
@@ -168,11 +170,14 @@ def test_gradient_that_is_not_finite_is_skipped_where_the_policy_says_so(
     assert table.pull([1]).tolist() == [[0.5] * DIM]
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
-def test_weight_that_is_no_positive_number_is_refused(table: Table, weight: float) -> None:
-    refused(lambda: table.push([1], ones(1), weight=weight), ValueError, "weight must be > 0")
+def test_weight_that_is_no_positive_number_is_refused(table: Table) -> None:
     push = TablePush(table, [1], ones(1))
-    refused(lambda: table.client.push_tables([push], weight=weight), ValueError, "weight")
+    for weight in (0.0, -1.0, np.nan, np.inf):
+        for use in (
+            lambda w=weight: table.push([1], ones(1), weight=w),
+            lambda w=weight: table.client.push_tables([push], weight=w),
+        ):
+            refused(use, ValueError, "weight must be > 0")
     assert unchanged(table)
 
 
@@ -286,35 +291,29 @@ def test_table_that_is_not_defined_is_unknown(two: RoleCluster) -> None:
     refused(lambda: client.table("default"), UnknownName, "'default'")
 
 
-@pytest.mark.parametrize(
-    ("changed", "word"),
-    [
-        ({"dim": 5}, "shape"),
-        ({"rule": Adagrad(lr=0.5)}, "rule"),
-        ({"init": Zeros()}, "options"),
-        ({"init": Constant(2.0)}, "options"),
-        ({"dtype": "float16"}, "options"),
-        ({"admit": MinCount(2)}, "options"),
-        ({"evict": LRU(rows=10)}, "options"),
-        ({"evict": TTL(3)}, "options"),
-        ({"max_bytes": 1 << 20}, "options"),
-        ({"seed": 1}, "options"),
-        ({"consistency": BoundedStaleness(1)}, "policy"),
-    ],
-)
-def test_table_defined_twice_with_other_options_is_refused(
-    two: RoleCluster, changed: dict[str, Any], word: str
-) -> None:
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"dim": 5}, "shape"),
+    ({"rule": Adagrad(lr=0.5)}, "rule"),
+    ({"init": Zeros()}, "options"),
+    ({"init": Constant(2.0)}, "options"),
+    ({"dtype": "float16"}, "options"),
+    ({"admit": MinCount(2)}, "options"),
+    ({"evict": LRU(rows=10)}, "options"),
+    ({"evict": TTL(3)}, "options"),
+    ({"max_bytes": 1 << 20}, "options"),
+    ({"seed": 1}, "options"),
+    ({"consistency": BoundedStaleness(1)}, "policy"),
+]
+
+
+def test_table_defined_twice_with_other_options_is_refused(two: RoleCluster) -> None:
     client, other = two.client(), two.client()
     table = users(client, consistency=Async())
     table.pull([1])
-    for each in (client, other):
-        refused(
-            lambda c=each: users(c, **{"consistency": Async(), **changed}),
-            DefineMismatch,
-            "'users'",
-            word,
-        )
+    for changed, word in OTHERS:
+        options = {"consistency": Async(), **changed}
+        for each in (client, other):
+            refused(lambda c=each, o=options: users(c, **o), DefineMismatch, "'users'", word)
     assert unchanged(table)
     assert users(other).pull([1]).tolist() == [[1.0] * DIM]
 
@@ -390,39 +389,33 @@ def test_table_has_no_snapshots(table: Table) -> None:
 # --- options ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "word"),
-    [
-        ({"dim": 0}, ValueError, "dim of table 'users' has to be an int from 1 to 65536, not 0"),
-        ({"dim": -3}, ValueError, "not -3"),
-        ({"dim": 65_537}, ValueError, "not 65537"),
-        ({"dim": 2.0}, ValueError, "not 2.0"),
-        ({"dim": True}, ValueError, "not True"),
-        ({"rule": None}, ValueError, "needs a rule"),
-        ({"rule": "sgd"}, (TypeError, ValueError), "sgd"),
-        ({"dtype": "float64"}, ValueError, "float64"),
-        ({"seed": -1}, ValueError, "seed"),
-        ({"seed": 1.5}, ValueError, "seed"),
-        ({"init": 3.0}, (TypeError, ValueError), "init"),
-        ({"admit": 3}, (TypeError, ValueError), "admit"),
-        ({"evict": 3}, (TypeError, ValueError), "evict"),
-        ({"max_bytes": -1}, (TypeError, ValueError), "max_bytes"),
-        ({"init": Constant(1e6), "dtype": "float16"}, ValueError, "float16"),
-        ({"consistency": DelayCompensated()}, ValueError, "DelayCompensated cannot be the policy"),
-        ({"consistency": LocalSteps(every=4)}, ValueError, "LocalSteps cannot be the policy"),
-        (
-            {"consistency": ElasticAverage(rho=0.5)},
-            ValueError,
-            "ElasticAverage cannot be the policy",
-        ),
-    ],
-)
-def test_option_that_cannot_be_is_refused_before_anything_is_sent(
-    two: RoleCluster, changed: dict[str, Any], error: type[Exception], word: str
-) -> None:
+CANNOT_BE: list[tuple[dict[str, Any], Any, str]] = [
+    ({"dim": 0}, ValueError, "dim of table 'users' has to be an int from 1 to 65536, not 0"),
+    ({"dim": -3}, ValueError, "not -3"),
+    ({"dim": 65_537}, ValueError, "not 65537"),
+    ({"dim": 2.0}, ValueError, "not 2.0"),
+    ({"dim": True}, ValueError, "not True"),
+    ({"rule": None}, ValueError, "needs a rule"),
+    ({"rule": "sgd"}, (TypeError, ValueError), "sgd"),
+    ({"dtype": "float64"}, ValueError, "float64"),
+    ({"seed": -1}, ValueError, "seed"),
+    ({"seed": 1.5}, ValueError, "seed"),
+    ({"init": 3.0}, (TypeError, ValueError), "init"),
+    ({"admit": 3}, (TypeError, ValueError), "admit"),
+    ({"evict": 3}, (TypeError, ValueError), "evict"),
+    ({"max_bytes": -1}, (TypeError, ValueError), "max_bytes"),
+    ({"init": Constant(1e6), "dtype": "float16"}, ValueError, "float16"),
+    ({"consistency": DelayCompensated()}, ValueError, "DelayCompensated cannot be the policy"),
+    ({"consistency": LocalSteps(every=4)}, ValueError, "LocalSteps cannot be the policy"),
+    ({"consistency": ElasticAverage(rho=0.5)}, ValueError, "ElasticAverage cannot be the policy"),
+]
+
+
+def test_option_that_cannot_be_is_refused_before_anything_is_sent(two: RoleCluster) -> None:
     client = two.client()
-    refused(lambda: users(client, **changed), error, word)
-    refused(lambda: client.table("users"), UnknownName, "'users'")
+    for changed, error, word in CANNOT_BE:
+        refused(lambda c=changed: users(client, **c), error, word)
+        refused(lambda: client.table("users"), UnknownName, "'users'")
     assert len(users(client)) == 0
 
 
@@ -435,11 +428,12 @@ def test_table_smaller_than_one_row_is_refused_and_its_name_stays_free(
     assert users(client).pull([1]).tolist() == [[1.0] * DIM]
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "x" * 513, 7, None])
-def test_name_that_cannot_be_is_refused(two: RoleCluster, name: Any) -> None:
+def test_name_that_cannot_be_is_refused(two: RoleCluster) -> None:
     client = two.client()
-    with pytest.raises((TypeError, ValueError, ParamServeError), match="name"):
-        client.table(name, dim=3, rule=Add())
+    names: list[Any] = ["", "a\nb", "x" * 513, 7, None]
+    for name in names:
+        with pytest.raises((TypeError, ValueError, ParamServeError), match="name"):
+            client.table(name, dim=3, rule=Add())
 
 
 @dataclass(frozen=True)
@@ -453,9 +447,9 @@ class Doubled(CustomRule):
 
 
 def test_custom_rule_runs_on_rows_and_its_failure_changes_nothing(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    client = make_cluster(kind, servers=2, registers=[Doubled]).client()
+    client = make_cluster("unix", servers=2, registers=[Doubled]).client()
     table = users(client, rule=Doubled())
     table.push([1, 2, 2], ones(3)).result()
     assert table.pull([1, 2])[:, 0].tolist() == [-1.0, -3.0]
@@ -520,16 +514,14 @@ def test_values_beyond_16_bits_are_not_put_and_the_key_is_named(
     assert np.isfinite(table.pull(np.arange(100, 140))).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_state_that_is_not_finite_is_not_put_and_the_key_is_named(
-    two: RoleCluster, bad: float
-) -> None:
+def test_state_that_is_not_finite_is_not_put_and_the_key_is_named(two: RoleCluster) -> None:
     table = users(two.client(), rule=Adagrad(lr=0.5))
     table.pull([1])
     state = ones(3)
-    state[1, DIM - 1] = bad
-    told = ("the state for key -6 of table 'users' holds", str(bad))
-    refused(lambda: table.put([5, -6, 7], ones(3), state, [1, 1, 1]), NonFinite, *told)
+    for bad in (np.nan, np.inf, -np.inf):
+        state[1, DIM - 1] = bad
+        told = ("the state for key -6 of table 'users' holds", str(bad))
+        refused(lambda: table.put([5, -6, 7], ones(3), state, [1, 1, 1]), NonFinite, *told)
     assert unchanged(table)
 
 

@@ -32,6 +32,12 @@ from paramserve.transport.link import Link
 pytestmark = pytest.mark.usefixtures("tables_ready")
 
 
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: how steps travel is in `test_step_of_tables_and_tensors_is_one_frame`."""
+    return make_cluster("tcp", servers=2)
+
+
 def two_tables(client: Client) -> tuple[Table, Table]:
     return (
         client.table("words", dim=2, rule=SGD(0.5), init=Zeros()),
@@ -260,11 +266,10 @@ class Ranks:
 
 
 def test_sync_equals_one_process_that_sums_in_rank_order(
-    make_cluster: MakeCluster, layout: tuple[str, int]
+    make_cluster: MakeCluster,
 ) -> None:
     rule, draw = Adagrad(lr=0.1), np.random.default_rng(3)
-    kind, shards = layout
-    cluster = make_cluster(kind, servers=shards, workers=3)
+    cluster = make_cluster("unix", servers=2, workers=3)
     ranks = Ranks(cluster, 3, Sync(reduce="sum"), rule=rule, init=Normal())
     alone = users(make_cluster("unix").client(), rule=rule, init=Normal())
     for _ in range(6):
@@ -286,9 +291,9 @@ def test_sync_equals_one_process_that_sums_in_rank_order(
 
 
 def test_sync_mean_weighs_by_samples_and_divides_by_all(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = Ranks(cluster, 2, Sync(), rule=Add(), init=Zeros())
     for rank, weight in enumerate((3.0, 1.0)):
         push = TablePush(ranks.tables[rank], [1, 10 + rank], ones(2))
@@ -299,9 +304,9 @@ def test_sync_mean_weighs_by_samples_and_divides_by_all(
 
 
 def test_sync_keeps_pushes_until_the_tick_and_their_tickets_tell_of_it(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = Ranks(cluster, 2, Sync(reduce="sum"), rule=Add(), init=Zeros())
     first, second = ranks.tables
     gradients = ones(2)
@@ -320,9 +325,9 @@ def test_sync_keeps_pushes_until_the_tick_and_their_tickets_tell_of_it(
 
 
 def test_sync_hyper_and_weight_of_a_kept_push_go_with_the_tick(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = Ranks(cluster, 2, Sync(), rule=SGD(1.0), init=Zeros())
     hyper = SGD(4.0).hyper()
     for rank, weight in enumerate((3.0, 1.0)):
@@ -373,9 +378,9 @@ def test_sync_sum_that_is_not_finite_fails_the_tick_and_the_kept_pushes(
 
 
 def test_sync_with_nan_is_skipped_as_a_clock_where_the_policy_says_so(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     ranks = Ranks(cluster, 2, Sync(reduce="sum", on_nonfinite="skip"), rule=Add(), init=Zeros())
     ranks.tables[0].push([1], np.full((1, DIM), np.nan))
     ranks.tables[1].push(np.arange(20), ones(20))
@@ -387,9 +392,9 @@ def test_sync_with_nan_is_skipped_as_a_clock_where_the_policy_says_so(
 
 
 def test_sync_steps_of_two_tables_and_tensors_are_all_or_nothing(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2, policy=Sync(reduce="sum"))
+    cluster = make_cluster("unix", servers=2, workers=2, policy=Sync(reduce="sum"))
     clients = [cluster.client(rank) for rank in range(2)]
     blocks = [client.define("w", np.zeros(4), rule=Add()) for client in clients]
     both = [
@@ -419,10 +424,10 @@ def test_sync_steps_of_two_tables_and_tensors_are_all_or_nothing(
 
 
 def test_sync_steps_that_name_the_tables_in_another_order_wait_for_no_ring(
-    make_cluster: MakeCluster, kind: str
+    make_cluster: MakeCluster,
 ) -> None:
     """A step that is held holds what comes behind it: all workers have to send in one order."""
-    cluster = make_cluster(kind, servers=2, workers=2)
+    cluster = make_cluster("unix", servers=2, workers=2)
     clients = [cluster.client(rank) for rank in range(2)]
     policy = Sync(reduce="sum")
     both = [
@@ -460,22 +465,21 @@ def test_pushes_of_several_tables_under_sync_wait_for_their_tick(
 
 
 def test_bounded_staleness_holds_pulls_and_lets_them_go(make_cluster: MakeCluster) -> None:
-    for kind in ("unix", "tcp"):
-        cluster = make_cluster(kind, servers=2, workers=2)
-        ranks = Ranks(cluster, 2, BoundedStaleness(1), rule=Add(), init=Zeros())
-        fast, slow = ranks.tables
-        for _ in range(2):
-            fast.push([1, 2], ones(2))
-            ranks.clients[0].tick("users").result()
-        with pytest.raises(PullTimeout, match=r"worker 1 \(at clock 0\)"):
-            fast.pull([1, 2], timeout_s=0.05)
-        slow.push([2], ones(1))
-        ranks.clients[1].tick("users").result()
-        assert fast.pull([1, 2])[:, 0].tolist() == [2.0, 3.0]
+    cluster = make_cluster("tcp", servers=2, workers=2)
+    ranks = Ranks(cluster, 2, BoundedStaleness(1), rule=Add(), init=Zeros())
+    fast, slow = ranks.tables
+    for _ in range(2):
+        fast.push([1, 2], ones(2))
+        ranks.clients[0].tick("users").result()
+    with pytest.raises(PullTimeout, match=r"worker 1 \(at clock 0\)"):
+        fast.pull([1, 2], timeout_s=0.05)
+    slow.push([2], ones(1))
+    ranks.clients[1].tick("users").result()
+    assert fast.pull([1, 2])[:, 0].tolist() == [2.0, 3.0]
 
 
-def test_buffered_applies_the_mean_of_so_many(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=2)
+def test_buffered_applies_the_mean_of_so_many(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("unix", servers=2, workers=2)
     policy = Buffered(size=2, damping=None)
     ranks = Ranks(cluster, 2, policy, rule=Add(), init=Zeros())
     many = np.arange(40)
