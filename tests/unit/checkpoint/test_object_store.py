@@ -303,8 +303,8 @@ def test_run_that_lost_its_claim_commits_nothing(
 ) -> None:
     monkeypatch.setattr(claims, "BEAT_S", 0.01)
     with Folder(new(root)).claimed("first") as folder:
-        owns(root, run="other", host="h", pid=7)
         beats = next(each for each in threading.enumerate() if each.name == "paramserve-owner")
+        owns(root, run="other", host="h", pid=7)
         beats.join(5.0)
         with pytest.raises(CheckpointFolderTaken, match="run 'other' writes there"):
             sample.save(folder, OLD)
