@@ -132,28 +132,6 @@ def test_large_batches_reach_every_shard_and_come_back(cluster: RoleCluster) -> 
 # --- deleted ----------------------------------------------------------------------------------
 
 
-def test_deleted_rows_are_gone_with_their_state_and_come_as_new_ones(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), rule=Adagrad(lr=1.0), init=Uniform(-1.0, 1.0))
-    initial, keys = table.pull(EDGES, create=False), np.array([[0, -1], [7, 0]])
-    table.push(EDGES, ones(7)).result()
-    once = whole(table)
-    table.push(EDGES, ones(7))
-    assert table.contains(keys).tolist() == [[True, True], [False, True]]
-    assert table.delete(keys) == 2, "behind the push, which is not read yet"
-    assert table.contains(keys).tolist() == [[False, False], [False, False]]
-    assert sorted(table.keys()) == sorted(EDGES[2:])
-    assert np.array_equal(table.pull(EDGES[:2], create=False), initial[:2])
-    assert (table.delete(keys), len(table)) == (0, 5), "nothing is created by that"
-    table.delete(EDGES)
-    table.push(EDGES, ones(7)).result()
-    for before, after in zip(once, whole(table), strict=True):
-        assert np.array_equal(before, after)
-    table.delete([0])
-    table.put([0], 5 * ones(1))
-    assert table.pull(0).tolist() == [5.0] * DIM
-    assert sum(report.deleted for report in table.reports()) == 8
-
-
 def test_many_keys_are_deleted_and_looked_for(
     cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

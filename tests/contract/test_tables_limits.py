@@ -13,7 +13,7 @@ from tests.contract.test_tables import ones, users, whole
 from paramserve.client.table import Table
 from paramserve.consistency.built_in import Buffered, Sync
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.options import LRU, TTL, MinCount, Uniform
+from paramserve.core.table.options import TTL, MinCount, Uniform
 from paramserve.errors import TableFull
 from paramserve.rules import SGD
 
@@ -133,17 +133,6 @@ def test_full_table_drops_a_buffer_that_it_has_no_room_for(make_cluster: MakeClu
 # --- evicted ------------------------------------------------------------------------------------
 
 
-def test_lru_of_max_bytes_keeps_the_table_below_it(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), max_bytes=SMALL, evict=LRU())
-    for start in range(0, 4000, 100):
-        table.push(np.arange(start, start + 100), ones(100)).result()
-    assert table.memory_bytes() <= SMALL * len(cluster.servers)
-    assert len(table) == sum(room(cluster, s) for s in range(len(cluster.servers)))
-    assert set(range(3950, 4000)) <= set(table.keys().tolist())
-    with pytest.raises(TableFull, match=r"needs \d+ rows at once"):
-        table.push(np.arange(4000), ones(4000)).result()
-
-
 def test_ttl_counts_the_clocks_of_the_slowest_worker(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("unix", servers=2, workers=2)
     ranks = [cluster.client(rank) for rank in range(2)]
@@ -189,35 +178,3 @@ def test_min_count_in_sync_counts_a_clock_once(make_cluster: MakeCluster) -> Non
             ticket.result()
         assert len(tables[0]) == (clock > 0)
     assert tables[1].pull([5])[0, 0] == 1.0 - 2 * 2.0
-
-
-# --- requests of more keys than the rows of one server --------------------------------------------
-
-
-def test_push_of_as_many_keys_as_the_lru_has_rows_is_applied_whole(
-    make_cluster: MakeCluster,
-) -> None:
-    table = users(make_cluster("unix", servers=2).client(), evict=LRU(rows=64))
-    keys = np.arange(64)
-    assert np.bincount(shard_of(keys, 2)).max() > 32, "of one server more than half"
-    table.push(keys, ones(64)).result()
-    assert sorted(table.keys()) == keys.tolist()
-    assert (table.pull(keys, create=False) == 0.5).all()
-    more = np.arange(100, 130)
-    table.push(more, ones(30)).result()
-    assert set(more.tolist()) <= set(table.keys().tolist())
-    assert [report.rows for report in table.reports()] == [32, 32]
-
-
-def test_requests_of_more_keys_than_the_lru_has_rows_keep_them_until_the_next(
-    make_cluster: MakeCluster,
-) -> None:
-    table = users(make_cluster("unix", servers=2).client(), evict=LRU(rows=8))
-    keys = np.arange(100)
-    for step in range(2):
-        table.push(keys, ones(100)).result()
-        assert (table.pull(keys) == 0.5 - 0.5 * step).all()
-    table.put(keys + 100, 7 * ones(100))
-    assert sorted(table.keys()) == (keys + 100).tolist()
-    assert (table.pull(keys[:50]) == 1.0).all(), "new ones"
-    assert sorted(table.keys()) == keys[:50].tolist()

@@ -138,19 +138,6 @@ def filled(store: RowStore, pushes: int = 1) -> int:
     return len(store)
 
 
-def test_evicted_row_begins_again_with_its_initial_values_and_state() -> None:
-    store = store_of(limits(1, None, 2))
-    store.take(keys_of([1, 2]), 0, PULL)
-    fresh = contents(store)
-    assert fresh[1][1:] == (STATE.tobytes(), 0)
-    change(store, [1, 2], 2.0)
-    assert contents(store)[1] != fresh[1]
-    assert contents(store)[1][2] == 1
-    store.take(keys_of([3, 4]), 0, PULL)
-    store.take(keys_of([2, 1]), 0, PULL)
-    assert contents(store) == fresh
-
-
 def test_deleted_row_begins_again_with_its_initial_values_and_state() -> None:
     store = store_of()
     store.take(keys_of([1, 2, 3]), 0, PULL)
@@ -237,16 +224,6 @@ def check_order(limit: str, seed: int) -> None:
         mine = np.array(list(used))
         ages = store.idle(store.take(mine, clock, READ).rows, clock)
         assert ages.tolist() == [clock - used[key][0] for key in mine.tolist()], seed
-
-
-def test_read_is_no_use() -> None:
-    store = store_of(limits(1, 2, 2))
-    store.take(keys_of([1, 2]), 0, PULL)
-    store.take(keys_of([1]), 1, READ)
-    store.take(keys_of([3]), 1, PULL)
-    assert contents(store).keys() == {2, 3}
-    store.take(keys_of([2]), 3, READ)
-    assert contents(store).keys() == {3}
 
 
 def test_rows_past_their_ttl_make_room_before_the_table_is_full() -> None:
@@ -350,15 +327,6 @@ def test_request_without_memory_for_its_rows_is_refused_and_changes_nothing(
     assert seen(store) == seen(good)
 
 
-def test_request_of_more_keys_than_an_lru_holds_has_them_until_the_next() -> None:
-    store = store_of(limits(1, None, 3))
-    store.take(keys_of([1, 2]), 0, PULL)
-    assert store.take(keys_of([1, 5, 6, 7]), 0, PULL).created == 3
-    assert contents(store).keys() == {1, 5, 6, 7}
-    assert store.take(keys_of([1, 8, 6, 8, 1]), 0, PULL).created == 1
-    assert contents(store).keys() == {1, 6, 8}
-
-
 def test_request_of_more_keys_than_max_bytes_has_room_for_is_refused() -> None:
     store = store_of(TableOptions(INIT, evict=LRU(3), max_bytes=20_000))
     most = store.room
@@ -448,11 +416,6 @@ def test_scan_meets_each_row_once_while_others_come_and_go() -> None:
         step += 5
     assert len(met) == len(set(met))
     assert set(range(300)) <= set(met)
-
-
-def test_scan_of_an_empty_table_ends_at_once() -> None:
-    keys, rows, cursor = store_of().scan(0, 10)
-    assert (keys.size, rows.size, cursor) == (0, 0, -1)
 
 
 def test_same_requests_give_the_same_bytes() -> None:
