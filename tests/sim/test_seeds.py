@@ -125,8 +125,10 @@ def test_seed_where_one_event_left_a_group_without_members_and_gave_it_one() -> 
     replay(21847, consistency=Buffered(size=3, damping=None))
 
 
-def test_seed_where_a_rank_came_back_and_rested_before_it_knew_that_it_had_joined() -> None:
-    replay(6334, others=(), second=Sync(reduce="sum"))
+@pytest.mark.parametrize("seed", [6334, 7016, 7909])
+def test_seeds_where_a_rank_rested_after_it_was_interrupted_while_it_joined(seed: int) -> None:
+    """It did not know what it had asked for: to join two groups, or to be out of one."""
+    replay(seed, others=(), second=Sync(reduce="sum"))
 
 
 @pytest.mark.parametrize("seeds", split(30, 80))

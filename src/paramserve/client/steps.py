@@ -583,7 +583,11 @@ class Steps(ClientClocks):
 
     def _join_all(self, planned: Callable[[], Sequence[Joining]], limit_s: float | None) -> None:
         """Join until nothing is left to: an answer may tell of another policy, by which other
-        groups follow."""
+        groups follow. A suspension that was interrupted comes first: no group waits for the rank
+        while it rests there."""
+        for block in list(self._defined()):
+            if self.membership.suspends(block.group_name):
+                self._suspend(block, limit_s)
         for _ in range(CHANGES_MAX):
             found = planned()
             if not found:
@@ -717,6 +721,9 @@ class Steps(ClientClocks):
             return
         # First: if this is interrupted, the next step joins, whatever the shards have heard.
         self.membership.suspended(block.group_name)
+        self._suspend(block, limit_s)
+
+    def _suspend(self, block: Block, limit_s: float | None) -> None:
         self.ask_all("rest", SuspendMembership(0, block.group), limit_s)
         self.membership.is_out(block.group_name)
 

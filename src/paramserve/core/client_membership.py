@@ -55,6 +55,9 @@ class ClientMembership:
         self._suspensions = 0
         self._stepped_since = True
         """Whether a clock was ended since the last suspension."""
+        self._suspending: dict[str, None] = {}
+        """Groups in which shards may not know of a suspension: that was interrupted, if it is not
+        under way."""
         self._lead: dict[str, int] = {}
         """By group where it is further on than in its round: its next steps there that end no
         clock."""
@@ -97,10 +100,16 @@ class ClientMembership:
         """The rank suspends its membership of a group: it joins before its next step there."""
         self._suspensions += self._stepped_since
         self._stepped_since = False
+        self._suspending[group] = None
         self._leave(group, self._suspensions)
+
+    def suspends(self, group: str) -> bool:
+        """Whether shards may not know that the rank has suspended its membership of a group."""
+        return group in self._suspending
 
     def is_out(self, group: str) -> None:
         """The shards know that the rank is no member of a group."""
+        self._suspending.pop(group, None)
         if group == self._asked:
             self._asked, self._named = "", ()
 

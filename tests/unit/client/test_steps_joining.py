@@ -19,6 +19,7 @@ from paramserve.core.partition import Block
 from paramserve.errors import (
     ParamServeError,
     PushTimeout,
+    Timeout,
 )
 from paramserve.messages import (
     Done,
@@ -204,6 +205,22 @@ def test_group_that_follows_is_joined_before_its_first_step() -> None:
     one.step(BB)
     one.step(BB)
     assert one.said() == [(JOIN, 2, ()), (STEP, 2, 8), (STEP, 2, 9)]
+
+
+def test_suspension_that_was_interrupted_is_made_before_the_next_call() -> None:
+    """A shard may not have heard of it, and clocks would wait for the rank in the group."""
+    one = Joiner(A, BB)
+    one.step(A, BB)
+    one.memory.clocks = None
+    with pytest.raises(Timeout):
+        one.steps.suspend(BB, 0.01)
+    one.memory.clocks = (1, 1)
+    one.step(A)
+    kinds = [(type(first), first.group) for (first, _), _ in one.memory.sent[-3:]]
+    assert kinds == [(SuspendMembership, 2), (SuspendMembership, 2), (Step, 1)]
+    assert one.pending() == [BB]
+    one.step(A)
+    assert type(one.memory.sent[-1][0][0]) is type(one.memory.sent[-2][0][0]) is Step, "once"
 
 
 def test_parts_of_a_call_that_is_sent_in_two_frames_are_one_call() -> None:
