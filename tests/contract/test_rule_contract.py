@@ -106,17 +106,6 @@ class SignDescent:
                 out[at] = value[at]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_built_in_rule_passes_the_suite(rule: Rule) -> None:
-    suite = RuleSuite()
-    suite.rule = rule
-    passes(suite)
-
-
-class TestUsersOwn(RuleSuite):
-    rule = SignDescent(lr=0.1)
-
-
 @dataclass(frozen=True)
 class Heavy(CustomRule):
     """Momentum, in as few lines as a user writes."""
@@ -135,10 +124,6 @@ class Heavy(CustomRule):
         value -= self.lr * speed
 
 
-class TestCustomRule(RuleSuite):
-    rule = Heavy()
-
-
 @dataclass(frozen=True)
 class Normed(CustomRule):
     """Steps of one length for each tensor, whatever its gradient's."""
@@ -153,14 +138,14 @@ class Normed(CustomRule):
         value -= self.lr * gradient / (np.linalg.norm(gradient) + 1e-6)
 
 
-class TestRuleOfWholeTensors(RuleSuite):
-    rule = Normed()
+OTHERS: list[Rule] = [SignDescent(lr=0.1), Heavy(), Normed()]
+OTHERS += [TorchRule.of(kind) for kind in ("Adagrad", "RMSprop", "Adamax")]
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "RMSprop", "Adamax"])
-def test_torch_rule_passes_the_suite(kind: str) -> None:
+@pytest.mark.parametrize("rule", [*RULES, *OTHERS], ids=str)
+def test_rule_passes_the_suite(rule: Rule) -> None:
     suite = RuleSuite()
-    suite.rule = TorchRule.of(kind)
+    suite.rule = rule
     passes(suite)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -101,28 +102,28 @@ def test_nan_stays_nan(half: str) -> None:
     assert np.isnan(floats_of(rounded(bits.view(np.float32), half), half)).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_kernels_do_with_16_bits_what_they_do_with_float32(half: str, size: int) -> None:
-    bits = bits_of(normal(size, size), half).view(HALVES[half])
-    floats = floats_of(bits.view(np.uint16), half)
-    assert kernels.largest(bits) == (abs(floats).max() if size else 0.0)
-    copied = np.empty_like(bits)
-    assert kernels.copy_largest(copied, bits) == kernels.largest(floats)
-    np.testing.assert_array_equal(copied, bits)
-    assert kernels.squared_norm(bits) == kernels.squared_norm(floats)
-    total, wanted = normal(1, size), normal(1, size)
-    kernels.add_scaled_into(total, 0.3, bits)
-    kernels.add_scaled_into(wanted, 0.3, floats)
-    np.testing.assert_array_equal(total, wanted)
-    kernels.scaled_into(total, 0.3, bits)
-    np.testing.assert_array_equal(total, np.float32(0.3) * floats)
-    kernels.multiply(bits, 0.3)
-    np.testing.assert_array_equal(bits.view(np.uint16), bits_of(np.float32(0.3) * floats, half))
+def test_kernels_do_with_16_bits_what_they_do_with_float32(half: str) -> None:
+    for size in SIZES:
+        bits = bits_of(normal(size, size), half).view(HALVES[half])
+        floats = floats_of(bits.view(np.uint16), half)
+        assert kernels.largest(bits) == (abs(floats).max() if size else 0.0)
+        copied = np.empty_like(bits)
+        assert kernels.copy_largest(copied, bits) == kernels.largest(floats)
+        np.testing.assert_array_equal(copied, bits)
+        assert kernels.squared_norm(bits) == kernels.squared_norm(floats)
+        total, wanted = normal(1, size), normal(1, size)
+        kernels.add_scaled_into(total, 0.3, bits)
+        kernels.add_scaled_into(wanted, 0.3, floats)
+        np.testing.assert_array_equal(total, wanted)
+        kernels.scaled_into(total, 0.3, bits)
+        np.testing.assert_array_equal(total, np.float32(0.3) * floats)
+        kernels.multiply(bits, 0.3)
+        np.testing.assert_array_equal(bits.view(np.uint16), bits_of(np.float32(0.3) * floats, half))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_found(half: str, bad: float) -> None:
-    for at in (0, TILE - 1, TILE, 3 * TILE):
+def test_nan_and_infinity_are_found(half: str) -> None:
+    bads = (math.nan, math.inf, -math.inf)
+    for bad, at in itertools.product(bads, (0, TILE - 1, TILE, 3 * TILE)):
         values = normal(1, 3 * TILE + 1)
         values[at] = bad
         bits = bits_of(values, half).view(HALVES[half])
@@ -131,23 +132,21 @@ def test_nan_and_infinity_are_found(half: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("size", SIZES)
-def test_rule_updates_as_with_float32_and_leaves_rounded_values(
-    half: str, rule: Any, size: int
-) -> None:
-    info, runs = PushInfo(0, 0, 0, 0, 1.0, 0.7), [Run(0, size, 1)]
-    value, state = normal(2, size), rule.init_state(size, FLOAT)
-    plain, plain_state = value.copy(), rule.init_state(size, FLOAT)
-    for seed in range(3):
-        bits = bits_of(normal(10 + seed, size), half).view(HALVES[half])
-        floats = floats_of(bits.view(np.uint16), half)
-        out = np.empty_like(bits) if seed else None
-        rule.apply(value, bits, state, rule.hyper(), runs, info, out)
-        rule.apply(plain, floats, plain_state, rule.hyper(), runs, info)
-    np.testing.assert_array_equal(value, plain)
-    np.testing.assert_array_equal(np.array(state), np.array(plain_state))
-    assert out is not None
-    np.testing.assert_array_equal(out.view(np.uint16), bits_of(value, half))
+def test_rule_updates_as_with_float32_and_leaves_rounded_values(half: str, rule: Any) -> None:
+    for size in SIZES:
+        info, runs = PushInfo(0, 0, 0, 0, 1.0, 0.7), [Run(0, size, 1)]
+        value, state = normal(2, size), rule.init_state(size, FLOAT)
+        plain, plain_state = value.copy(), rule.init_state(size, FLOAT)
+        for seed in range(3):
+            bits = bits_of(normal(10 + seed, size), half).view(HALVES[half])
+            floats = floats_of(bits.view(np.uint16), half)
+            out = np.empty_like(bits) if seed else None
+            rule.apply(value, bits, state, rule.hyper(), runs, info, out)
+            rule.apply(plain, floats, plain_state, rule.hyper(), runs, info)
+        np.testing.assert_array_equal(value, plain)
+        np.testing.assert_array_equal(np.array(state), np.array(plain_state))
+        assert out is not None
+        np.testing.assert_array_equal(out.view(np.uint16), bits_of(value, half))
 
 
 def test_rule_stops_at_infinity(half: str) -> None:

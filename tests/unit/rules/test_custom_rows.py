@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import passes
 from tests.unit.rules.rows_in_memory import DIM, PUSH, Rows, numbers
 
 import paramserve as ps
@@ -61,20 +62,18 @@ class Faulty(CustomRule):
         return type(self).fault(value, state)
 
 
-class TestPerRow(RowSuite):
-    rule = PerRow()
-
-
-class TestRuleOfTheDocs(RowSuite):
-    @pytest.fixture(autouse=True)
-    def _rule(self) -> None:
-        text = (Path(__file__).parents[3] / "docs" / "rules.md").read_text()
-        parts = re.findall(r"```python\n(.*?)```", text, re.S)
-        (code,) = (part for part in parts if "whole_rows" in part)
-        scope: dict[str, Any] = {"ps": ps, "np": np, "dataclass": dataclass}
-        exec(code, scope)
-        self.rule = scope["RowNormed"]()
-        assert self.takes_rows()
+def test_rules_pass_the_suite_of_rows() -> None:
+    """One of this file, and the one that the documentation shows."""
+    text = (Path(__file__).parents[3] / "docs" / "rules.md").read_text()
+    parts = re.findall(r"```python\n(.*?)```", text, re.S)
+    (code,) = (part for part in parts if "whole_rows" in part)
+    scope: dict[str, Any] = {"ps": ps, "np": np, "dataclass": dataclass}
+    exec(code, scope)
+    for rule in (PerRow(), scope["RowNormed"]()):
+        suite = RowSuite()
+        suite.rule = rule
+        assert suite.takes_rows()
+        passes(suite)
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,14 @@ def assert_same_way(rule: Rule, reference: Reference, dtype: type[Any]) -> None:
     theirs, their_state = by_torch(reference, start, steps)
     ours, our_state = by_rule(rule, start, steps)
     away = np.linalg.norm(np.subtract(ours, theirs, dtype=np.float64))
-    assert away <= NORM_TOLERANCE * np.linalg.norm(theirs.astype(np.float64))
-    rtol = TOLERANCE[dtype]
-    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol * np.abs(theirs).max() / 10)
+    assert away <= NORM_TOLERANCE * np.linalg.norm(theirs.astype(np.float64)), rule
+    rtol, said = TOLERANCE[dtype], str(rule)
+    atol = rtol * np.abs(theirs).max() / 10
+    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol, err_msg=said)
     for name, array in zip(rule.states(rule.hyper()), our_state, strict=True):
         expected = np.concatenate([each[name].numpy() for each in their_state])
-        np.testing.assert_allclose(array, expected, rtol=rtol, atol=rtol / 10, err_msg=name)
+        wrong = f"{name} of {said}"
+        np.testing.assert_allclose(array, expected, rtol=rtol, atol=rtol / 10, err_msg=wrong)
 
 
 SGD_OPTIONS = [
@@ -147,40 +149,30 @@ OTHERS: list[tuple[type[Any], dict[str, Any]]] = [
 ]
 
 
-def words(options: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in options.items() if value)
+def plain(kind: str, options: dict[str, Any]) -> Reference:
+    return lambda given: getattr(torch.optim, kind)(given, foreach=False, **options)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("options", SGD_OPTIONS, ids=words)
-def test_sgd_equals_torch(options: dict[str, Any], dtype: type[Any]) -> None:
-    assert_same_way(
-        SGD(lr=0.05, **options),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, foreach=False, **options),
-        dtype,
-    )
+def test_sgd_equals_torch(dtype: type[Any]) -> None:
+    for options in SGD_OPTIONS:
+        assert_same_way(SGD(lr=0.05, **options), plain("SGD", {"lr": 0.05, **options}), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("decoupled", [False, True], ids=["Adam", "AdamW"])
-@pytest.mark.parametrize("options", ADAM_OPTIONS, ids=words)
-def test_adam_equals_torch(options: dict[str, Any], decoupled: bool, dtype: type[Any]) -> None:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    assert_same_way(
-        Adam(lr=0.01, decoupled=decoupled, **options),
-        lambda parameters: kind(parameters, lr=0.01, foreach=False, **options),
-        dtype,
-    )
+def test_adam_equals_torch(decoupled: bool, dtype: type[Any]) -> None:
+    kind = "AdamW" if decoupled else "Adam"
+    for options in ADAM_OPTIONS:
+        rule = Adam(lr=0.01, decoupled=decoupled, **options)
+        assert_same_way(rule, plain(kind, {"lr": 0.01, **options}), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("options", ADAGRAD_OPTIONS, ids=words)
-def test_adagrad_equals_torch(options: dict[str, Any], dtype: type[Any]) -> None:
-    assert_same_way(
-        Adagrad(lr=0.05, **options),
-        lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, foreach=False, **options),
-        dtype,
-    )
+def test_adagrad_equals_torch(dtype: type[Any]) -> None:
+    for options in ADAGRAD_OPTIONS:
+        reference = plain("Adagrad", {"lr": 0.05, **options})
+        assert_same_way(Adagrad(lr=0.05, **options), reference, dtype)
 
 
 @pytest.fixture
@@ -193,13 +185,12 @@ def _float64_numbers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_float64_numbers")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize(("kind", "options"), OTHERS, ids=str)
-def test_others_equal_torch(kind: type[Any], options: dict[str, Any], dtype: type[Any]) -> None:
-    renamed = {name.removesuffix("_weight_decay"): value for name, value in options.items()}
-    rule = kind(lr=0.01, **(renamed if "decoupled" in renamed else options))
-    rule.prepare(np.dtype(dtype))
-    reference = getattr(torch.optim, kind.__name__)
-    assert_same_way(rule, lambda given: reference(given, lr=0.01, foreach=False, **options), dtype)
+def test_others_equal_torch(dtype: type[Any]) -> None:
+    for kind, options in OTHERS:
+        renamed = {name.removesuffix("_weight_decay"): value for name, value in options.items()}
+        rule = kind(lr=0.01, **(renamed if "decoupled" in renamed else options))
+        rule.prepare(np.dtype(dtype))
+        assert_same_way(rule, plain(kind.__name__, {"lr": 0.01, **options}), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
