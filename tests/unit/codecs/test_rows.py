@@ -35,7 +35,7 @@ CODECS = [
     Sign(),
     Sign(8),
 ]
-DIMS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 64, 65, 200, 256, 300]
+DIMS = [1, 3, 8, 17, 64, 65, 300]
 U64_MAX = 2**64 - 1
 
 
@@ -90,10 +90,8 @@ def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None) -> None:
             np.testing.assert_array_equal(found[number], alone[0])
 
 
-@pytest.mark.parametrize("dim", [1, 63, 64, 100])
-@pytest.mark.parametrize(
-    "codec", [Int8(), Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr
-)
+@pytest.mark.parametrize("dim", [1, 63, 100])
+@pytest.mark.parametrize("codec", [Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr)
 def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4 | Int2, dim: int) -> None:
     """The mean of 10,000 draws, within 4 standard errors; a value moves by less than a level."""
     rows, values = RowCodec(codec, dim, drawn=True), normal(3, dim, 1)
@@ -119,23 +117,24 @@ def test_rows_of_one_push_are_rounded_each_in_its_own_way() -> None:
     assert len({row.tobytes() for row in found}) == 50
 
 
-@pytest.mark.parametrize("codec", CODECS[3:], ids=repr)
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0])
-def test_scale_that_is_none_is_refused(codec: Codec, scale: float) -> None:
-    rows = RowCodec(codec, 9, drawn=True)
-    data = encode(rows, normal(4, 9))
-    data[8:12].view(np.float32)[...] = scale
-    with pytest.raises(ValueError, match=f"a scale of ps.{codec.name} is negative, NaN or Inf"):
-        decode(rows, data, (4, 9))
+def test_scale_that_is_none_is_refused() -> None:
+    scales = (math.nan, math.inf, -math.inf, -1.0)
+    for codec, scale in itertools.product(CODECS[3:], scales):
+        assert codec is not None
+        rows = RowCodec(codec, 9, drawn=True)
+        data = encode(rows, normal(4, 9))
+        data[8:12].view(np.float32)[...] = scale
+        with pytest.raises(ValueError, match=f"a scale of ps.{codec.name} is negative, NaN or Inf"):
+            decode(rows, data, (4, 9))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_bytes_of_another_length_are_refused(codec: Codec | None) -> None:
-    rows = RowCodec(codec, 9, drawn=True)
-    size = rows.size(4)
-    for wrong in (0, size - 1, size + 1):
-        with pytest.raises(ValueError, match=f"{wrong} bytes came where {size} are needed"):
-            decode(rows, aligned(wrong), (4, 9))
+def test_bytes_of_another_length_are_refused() -> None:
+    for codec in CODECS:
+        rows = RowCodec(codec, 9, drawn=True)
+        size = rows.size(4)
+        for wrong in (0, size - 1, size + 1):
+            with pytest.raises(ValueError, match=f"{wrong} bytes came where {size} are needed"):
+                decode(rows, aligned(wrong), (4, 9))
 
 
 @given(st.binary(max_size=150), st.sampled_from(CODECS), st.sampled_from([1, 3, 9, 20]))
@@ -250,11 +249,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bytes_that_are_no_keys_are_refused(what: str) -> None:
-    data, count, least = BAD[what]
-    with pytest.raises(ValueError, match=f"{len(data)} bytes"):
-        back(data, count, least)
+def test_bytes_that_are_no_keys_are_refused() -> None:
+    for data, count, least in BAD.values():
+        with pytest.raises(ValueError, match=f"{len(data)} bytes"):
+            back(data, count, least)
 
 
 @given(st.binary(max_size=100), st.integers(0, 30), st.sampled_from([ONCE, REPEATED]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import passes
 from tests.unit.codecs import reference
 
 from paramserve.codecs import (
@@ -24,7 +25,13 @@ from paramserve.codecs import (
     TopK,
 )
 from paramserve.codecs.registry import BUILT_IN
+from paramserve.compiling import load_codecs
 from paramserve_testing.codec_suite import CodecSuite
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    load_codecs()
 
 
 def by_block(values: Any, block: int, share: float) -> Any:
@@ -34,14 +41,14 @@ def by_block(values: Any, block: int, share: float) -> Any:
     return np.repeat(largest, block)[: size.size] * share * (1 + 1e-4) + 2.0**-119
 
 
-class TestBFloat16(CodecSuite):
+class BFloat16Suite(CodecSuite):
     codec: Codec = BFloat16()
 
     def bound(self, values: Any) -> Any:
         return np.abs(values).astype(np.float64) / 256 + 2.0**-134
 
 
-class TestFloat16(CodecSuite):
+class Float16Suite(CodecSuite):
     codec: Codec = Float16()
 
     def bound(self, values: Any) -> Any:
@@ -49,7 +56,7 @@ class TestFloat16(CodecSuite):
         return np.maximum(np.maximum(size / 2048, 2.0**-25), size - 65504.0)
 
 
-class TestInt8(CodecSuite):
+class Int8Suite(CodecSuite):
     codec: Codec = Int8()
     share = 1 / 254
 
@@ -57,92 +64,92 @@ class TestInt8(CodecSuite):
         return by_block(values, self.codec.block, self.share)  # type: ignore[attr-defined]
 
 
-class TestStochasticInt8(TestInt8):
+class StochasticInt8Suite(Int8Suite):
     codec = Int8(64, rounding="stochastic")
     unbiased = True
     share = 1 / 127
 
 
-class TestInt4(TestInt8):
+class Int4Suite(Int8Suite):
     codec = Int4()
     share = 1 / 14
 
 
-class TestStochasticInt4(TestInt8):
+class StochasticInt4Suite(Int8Suite):
     codec = Int4(rounding="stochastic")
     unbiased = True
     share = 1 / 7
 
 
-class TestInt2(TestInt8):
+class Int2Suite(Int8Suite):
     codec = Int2()
     share = 1.0
 
 
-class TestStochasticInt2(TestInt8):
+class StochasticInt2Suite(Int8Suite):
     codec = Int2(rounding="stochastic")
     unbiased = True
     share = 2.0
 
 
-class TestSign(TestInt8):
+class SignSuite(Int8Suite):
     codec = Sign(8)
     share = 1.0
 
 
-class TestTopK(CodecSuite):
+class TopKSuite(CodecSuite):
     codec: Codec = TopK(0.01)
 
     def bound(self, values: Any) -> Any:
         return np.abs(values)
 
 
-class TestPlainTopK(TestTopK):
+class PlainTopKSuite(TopKSuite):
     codec = TopK(0.3, "plain")
 
 
-class TestRandomK(TestTopK):
+class RandomKSuite(TopKSuite):
     codec = RandomK(0.01)
 
 
-class TestUnbiasedRandomK(CodecSuite):
+class UnbiasedRandomKSuite(CodecSuite):
     codec = RandomK(0.25, feedback=False)
     unbiased = True
 
 
-class TestTopKOfInt4(CodecSuite):
+class TopKOfInt4Suite(CodecSuite):
     codec: Codec = TopK(0.01) | Int4()
 
     def bound(self, values: Any) -> Any:
         return np.abs(values) + by_block(values, max(values.size, 1), 1 / 14)
 
 
-class TestRandomKOfInt8(TestTopKOfInt4):
+class RandomKOfInt8Suite(TopKOfInt4Suite):
     codec = RandomK(0.1) | Int8(8)
 
 
-class TestTopKOfInt2(CodecSuite):
+class TopKOfInt2Suite(CodecSuite):
     codec = TopK(0.01) | Int2()
 
 
-class TestPowerSGD(CodecSuite):
+class PowerSGDSuite(CodecSuite):
     """Without shapes; with them see `test_low_rank`."""
 
     codec = PowerSGD(1)
 
 
-class TestRandomKOfSign(CodecSuite):
+class RandomKOfSignSuite(CodecSuite):
     codec = RandomK(0.5) | Sign(8)
 
 
-class TestDeltaOfInt4(CodecSuite):
+class DeltaOfInt4Suite(CodecSuite):
     codec: Codec = Delta(Int4())
 
     def bound(self, values: Any) -> Any:
         return by_block(values, 64, 1 / 14)
 
 
-class TestDeltaOfAChain(TestTopK):
+class DeltaOfAChainSuite(TopKSuite):
     codec = Delta(TopK(0.3) | Int8(8))
 
     def bound(self, values: Any) -> Any:
@@ -170,7 +177,7 @@ class Steps(CustomCodec):
         out[:] = data.view(np.int8) * np.float32(self.step)
 
 
-class TestSteps(CodecSuite):
+class StepsSuite(CodecSuite):
     codec = Steps()
 
     def bound(self, values: Any) -> Any:
@@ -178,20 +185,24 @@ class TestSteps(CodecSuite):
         return np.maximum(0.025 * (1 + 1e-5), size - 127 * 0.05 * (1 - 1e-5))
 
 
-class TestChainOfSteps(CodecSuite):
+class ChainOfStepsSuite(CodecSuite):
     codec = TopK(0.1, feedback=False) | Steps()
 
 
+SUITES = [
+    each
+    for each in list(globals().values())
+    if isinstance(each, type) and issubclass(each, CodecSuite) and each is not CodecSuite
+]
+
+
+@pytest.mark.parametrize("kind", SUITES, ids=lambda kind: kind.__name__)
+def test_codec_passes_the_suite(kind: type[CodecSuite]) -> None:
+    passes(kind())
+
+
 def test_all_built_in_codecs_are_here() -> None:
-    kinds = {type(each) for each in _codecs()}
-    assert set(BUILT_IN.values()) <= kinds
-
-
-def _codecs() -> list[Codec]:
-    suites = [each for each in globals().values() if isinstance(each, type)]
-    return [
-        each.codec for each in suites if issubclass(each, CodecSuite) and each is not CodecSuite
-    ]
+    assert set(BUILT_IN.values()) <= {type(each.codec) for each in SUITES}
 
 
 class WritesPast(Steps):
@@ -293,7 +304,7 @@ class Diverges(CustomCodec):
     ids=lambda each: each.__name__ if isinstance(each, type) else None,
 )
 def test_suite_finds_what_breaks_its_rules(kind: Any, test: str, told: str | None) -> None:
-    class Suite(TestSteps):
+    class Suite(StepsSuite):
         codec = kind()
         unbiased = True
 
