@@ -173,22 +173,20 @@ def normal(seed: int) -> Any:
     return np.random.default_rng(seed).normal(size=SIZE).astype(np.float32)
 
 
-@pytest.mark.parametrize("codec", [Steps(), Packed(), TopK(0.2) | Steps(0.1)], ids=repr)
 @pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
-def test_own_codec_encodes_with_feedback(
-    make_cluster: MakeCluster, codec: Codec, policy: Any
-) -> None:
+def test_own_codec_encodes_with_feedback(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=2, workers=1, policy=policy, registers=ALL)
-    client = cluster.client(rank=0)
-    block = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=codec)
-    given = [normal(seed) for seed in range(4)]
-    for gradient in given:
-        client.push_pull({"w": gradient}, tick=True)
-    assert client.steps.encoder is not None
-    left = client.steps.encoder.residual(block)
-    assert left is not None
-    assert np.linalg.norm(left) > 0.01
-    np.testing.assert_allclose(client.pull("w"), np.sum(given, 0) - left, atol=3e-5)
+    client, given = cluster.client(rank=0), [normal(seed) for seed in range(4)]
+    for codec in (Steps(), Packed(), TopK(0.2) | Steps(0.1)):
+        name, zeros = codec.name, np.zeros(SIZE, np.float32)
+        block = client.define(name, zeros, rule=Add(), push=codec, group=name)
+        for gradient in given:
+            client.push_pull({name: gradient}, tick=True)
+        assert client.steps.encoder is not None
+        left = client.steps.encoder.residual(block)
+        assert left is not None
+        assert np.linalg.norm(left) > 0.01
+        np.testing.assert_allclose(client.pull(name), np.sum(given, 0) - left, atol=3e-5)
 
 
 def test_own_codec_of_whole_tensors_is_told_their_shapes(make_cluster: MakeCluster) -> None:
@@ -217,39 +215,37 @@ def test_own_codec_of_pulls(make_cluster: MakeCluster) -> None:
         client.define("v", start, rule=Add(), pull=Packed())
 
 
+FAILS = [
+    ("encode raises", "in encode: KeyError: 'thirteen'.*test_custom_codecs.py"),
+    ("encode returns nothing", "in encode: ValueError: encode returned None"),
+    ("encode returns too many", "in encode: ValueError: encode returned"),
+    ("encode writes to the values", "in encode: ValueError: .*read-only"),
+    ("decode raises", "in decode: KeyError: 'thirteen'.*test_custom_codecs.py"),
+    ("decode exits", "in decode: SystemExit: 1"),
+    ("decode leaves NaN", "in decode: ValueError: decode left NaN or Inf"),
+    ("decode leaves Inf", "in decode: ValueError: decode left NaN or Inf"),
+    ("decode resizes", "in decode: ValueError: .*resize"),
+    ("decode writes to the bytes", "in decode: ValueError: .*read-only"),
+    ("decode returns", "in decode: TypeError: decode returned ndarray"),
+]
+
+
 @pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("encode raises", "in encode: KeyError: 'thirteen'.*test_custom_codecs.py"),
-        ("encode returns nothing", "in encode: ValueError: encode returned None"),
-        ("encode returns too many", "in encode: ValueError: encode returned"),
-        ("encode writes to the values", "in encode: ValueError: .*read-only"),
-        ("decode raises", "in decode: KeyError: 'thirteen'.*test_custom_codecs.py"),
-        ("decode exits", "in decode: SystemExit: 1"),
-        ("decode leaves NaN", "in decode: ValueError: decode left NaN or Inf"),
-        ("decode leaves Inf", "in decode: ValueError: decode left NaN or Inf"),
-        ("decode resizes", "in decode: ValueError: .*resize"),
-        ("decode writes to the bytes", "in decode: ValueError: .*read-only"),
-        ("decode returns", "in decode: TypeError: decode returned ndarray"),
-    ],
-)
-def test_push_whose_codec_fails_is_refused_whole(
-    make_cluster: MakeCluster, policy: Any, how: str, told: str
-) -> None:
+def test_push_whose_codec_fails_is_refused_whole(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=1, workers=1, policy=policy, registers=ALL)
-    client = cluster.client(rank=0)
-    client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Fails(how))
-    first, bad = normal(1), normal(2)
+    client, first, bad = cluster.client(rank=0), normal(1), normal(2)
     bad[7] = BAD
-    client.push_pull({"w": first}, tick=True)
-    with pytest.raises(CodecFailed, match=f"codec Fails failed {told}") as caught:
-        client.push_pull({"w": bad}, tick=True)
-    assert caught.value.applied == "no"
-    np.testing.assert_array_equal(client.pull("w"), first)
-    client.push_pull({"w": first}, tick=True)
-    np.testing.assert_array_equal(client.pull("w"), 2 * first)
-    assert cluster.serving.errors == []
+    for how, told in FAILS:
+        zeros = np.zeros(SIZE, np.float32)
+        client.define(how, zeros, rule=Add(), push=Fails(how), group=how)
+        client.push_pull({how: first}, tick=True)
+        with pytest.raises(CodecFailed, match=f"codec Fails failed {told}") as caught:
+            client.push_pull({how: bad}, tick=True)
+        assert caught.value.applied == "no", how
+        np.testing.assert_array_equal(client.pull(how), first)
+        client.push_pull({how: first}, tick=True)
+        np.testing.assert_array_equal(client.pull(how), 2 * first)
+        assert cluster.serving.errors == [], how
 
 
 @pytest.mark.parametrize("how", ["encode raises", "encode returns nothing"])
@@ -293,18 +289,19 @@ def test_values_that_cannot_be_decoded_end_the_connection_with_the_reason(
         assert cluster.serving.errors == []
 
 
-@pytest.mark.parametrize("said", ["-1", "0", "text", "none"])
-def test_size_that_is_none_is_refused(make_cluster: MakeCluster, said: str) -> None:
+def test_size_that_is_none_is_refused(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("tcp", servers=1, workers=1, registers=ALL)
-    client = cluster.client(rank=0)
-    codec = SaysNonsense(said)
-    client.define("w", np.zeros(4, np.float32), rule=Add(), push=codec)
-    with pytest.raises(CodecFailed, match=r"SaysNonsense failed in size: .*size\(4\) returned"):
-        client.push("w", np.ones(4, np.float32))
-    assert not client.pull("w").any()
-    client.define("v", np.zeros(4, np.float32), rule=Add(), pull=codec, group="v")
-    with pytest.raises(CodecFailed, match=r"size\(4\) returned"):
-        client.pull("v")
+    client, zeros = cluster.client(rank=0), np.zeros(4, np.float32)
+    for said in ("-1", "0", "text", "none"):
+        codec, push, pull = SaysNonsense(said), f"push {said}", f"pull {said}"
+        client.define(push, zeros, rule=Add(), push=codec, group=push)
+        wrong = r"SaysNonsense failed in size: .*size\(4\) returned"
+        with pytest.raises(CodecFailed, match=wrong):
+            client.push(push, np.ones(4, np.float32))
+        assert not client.pull(push).any()
+        client.define(pull, zeros, rule=Add(), pull=codec, group=pull)
+        with pytest.raises(CodecFailed, match=r"size\(4\) returned"):
+            client.pull(pull)
     assert cluster.serving.errors == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,38 +84,38 @@ def trained(options: Any, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
 
 
 class Twins:
-    """The same tensors twice: "w" of 16 bits, and "plain", of float32 in a group of its own."""
+    """The same tensors twice: "w" and "b" of 16 bits, and of float32 in another group."""
 
-    def __init__(self, clients: Sequence[Client], half: str, rule: Any, **options: Any) -> None:
-        self.clients, self.half = clients, HALVES[half]
-        names = {"w": normal(0, half), "b": normal(1, half, 100)}
+    def __init__(self, clients: Sequence[Client], half: str, rule: Any) -> None:
+        self.clients, self.half, self.group = clients, HALVES[half], f"{half} {rule.name}"
+        tensors = {"w": normal(0, half), "b": normal(1, half, 100)}
         for client in clients:
-            self.block = client.define(
-                {name: given(each) for name, each in names.items()}, rule=rule, **options
-            )
-            self.plain = client.define(
-                {f"plain {name}": each.float().numpy() for name, each in names.items()},
-                rule=rule,
-                group="plain",
-                **options,
-            )
+            halves, plain = self._named(tensors)
+            self.block = client.define(halves, rule=rule, group=self.group)
+            self.plain = client.define(plain, rule=rule, group=f"plain {self.group}")
+
+    def _named(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """By the names of each kind, of which several twins have their own."""
+        halves = {f"{self.group} {name}": given(each) for name, each in tensors.items()}
+        plain = {f"plain {self.group} {n}": each.float().numpy() for n, each in tensors.items()}
+        return halves, plain
 
     def push(self, rank: int, gradients: dict[str, Tensor], **options: Any) -> None:
         client = self.clients[rank]
-        plain = {f"plain {n}": g.float().numpy() for n, g in gradients.items()}
-        for each in ({name: given(each) for name, each in gradients.items()}, plain):
+        for each in self._named(gradients):
             ticket = client.push(each, **options)
             if ticket.operation is not None:  # else it waits for its tick
                 ticket.result()  # so the pushes of the ranks come in one order to both
 
     def tick(self) -> None:
-        tickets = [each.tick(group) for each in self.clients for group in ("default", "plain")]
+        groups = (self.group, f"plain {self.group}")
+        tickets = [each.tick(group) for each in self.clients for group in groups]
         for ticket in tickets:
             ticket.result()
 
     def pull(self, rank: int) -> None:
-        self.clients[rank].pull(["w", "b"])
-        self.clients[rank].pull(["plain w", "plain b"])
+        for prefix in (self.group, f"plain {self.group}"):
+            self.clients[rank].pull([f"{prefix} w", f"{prefix} b"])
 
     def check(self) -> None:
         """The masters are equal bit by bit, and the values are these rounded."""
@@ -122,7 +123,8 @@ class Twins:
         found = masters(client, self.block)
         assert torch.isfinite(found).all()
         assert torch.equal(found, masters(client, self.plain))
-        values = torch.cat([read(each) for each in client.pull(["w", "b"]).values()])
+        names = [f"{self.group} w", f"{self.group} b"]
+        values = torch.cat([read(each) for each in client.pull(names).values()])
         assert torch.equal(values, found.to(self.half))
 
 
@@ -134,25 +136,27 @@ RULES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_masters_are_those_of_float32_and_values_are_these_rounded_once(
-    make_cluster: MakeCluster, layout: Any, half: str, rule: str, policy: Policy
+    make_cluster: MakeCluster, layout: Any, policy: Policy
 ) -> None:
     cluster = make_cluster(layout[0], servers=layout[1], workers=1, policy=policy)
     client = cluster.client(0)
-    start, gradients = normal(0, half), [normal(seed, half) for seed in range(1, 8)]
-    block = client.define("w", given(start), rule=RULES[rule][0])
-    twin = client.define("plain", start.float().numpy(), rule=RULES[rule][0], group="plain")
-    assert torch.equal(read(client.pull("w")), start)
-    for gradient in gradients:
-        found = client.push_pull({"w": given(gradient)}, tick=True)["w"]
-        client.push_pull({"plain": gradient.float().numpy()}, tick=True)
-    assert torch.equal(masters(client, block), masters(client, twin)), "bit by bit"
-    wanted = trained(RULES[rule][1], start, gradients)
-    torch.testing.assert_close(masters(client, block), wanted, rtol=2e-5, atol=2e-6)
-    assert torch.equal(read(found), masters(client, block).to(HALVES[half]))
-    assert torch.equal(read(client.pull("w")), read(found))
+    for half, (title, (rule, own)) in itertools.product(HALVES, RULES.items()):
+        start, gradients = normal(0, half), [normal(seed, half) for seed in range(1, 8)]
+        name = f"{half} {title}"
+        twin = f"plain {name}"
+        block = client.define(name, given(start), rule=rule, group=name)
+        plain = client.define(twin, start.float().numpy(), rule=rule, group=twin)
+        assert torch.equal(read(client.pull(name)), start)
+        for gradient in gradients:
+            found = client.push_pull({name: given(gradient)}, tick=True)[name]
+            client.push_pull({twin: gradient.float().numpy()}, tick=True)
+        assert torch.equal(masters(client, block), masters(client, plain)), "bit by bit"
+        wanted = trained(own, start, gradients)
+        torch.testing.assert_close(masters(client, block), wanted, rtol=2e-5, atol=2e-6)
+        assert torch.equal(read(found), masters(client, block).to(HALVES[half]))
+        assert torch.equal(read(client.pull(name)), read(found))
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -216,8 +220,7 @@ def test_slots_and_payloads_have_half_the_bytes(
 # --- sums -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 3.0)])
+@pytest.mark.parametrize(("shards", "weights"), [(1, (1.0, 1.0)), (2, (2.0, 3.0))])
 def test_sum_over_ranks_is_made_in_float32(
     make_cluster: MakeCluster, half: str, shards: int, weights: tuple[float, float]
 ) -> None:
@@ -277,32 +280,32 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("rule", [SGD(0.1), Adam(), MovesBy()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_and_rules_do_to_masters_what_they_do_to_float32(
-    make_cluster: MakeCluster, half: str, policy: str, rule: Any
+    make_cluster: MakeCluster, policy: str
 ) -> None:
     cluster = make_cluster(servers=2, workers=2, policy=POLICIES[policy], registers=[MovesBy])
-    twins = Twins([cluster.client(rank) for rank in (0, 1)], half, rule)
-    for rank in (0, 1):
-        twins.pull(rank)
-    for seed in range(6):
+    clients = [cluster.client(rank) for rank in (0, 1)]
+    for half, rule in itertools.product(HALVES, (SGD(0.1), Adam(), MovesBy())):
+        twins = Twins(clients, half, rule)
         for rank in (0, 1):
-            gradient = normal(10 * seed + rank, half, SIZE + 100)
-            parts = {"w": gradient[:SIZE], "b": gradient[SIZE:]}
-            if seed % 3 == 1:
-                del parts["wb"[rank]]
-            twins.push(rank, parts)
-        twins.tick()
-    twins.check()
+            twins.pull(rank)
+        for seed in range(6):
+            for rank in (0, 1):
+                gradient = normal(10 * seed + rank, half, SIZE + 100)
+                parts = {"w": gradient[:SIZE], "b": gradient[SIZE:]}
+                if seed % 3 == 1:
+                    del parts["wb"[rank]]
+                twins.push(rank, parts)
+            twins.tick()
+        twins.check()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
 def test_values_that_a_corrected_gradient_leaves_are_rounded(
-    make_cluster: MakeCluster, half: str, shards: int
+    make_cluster: MakeCluster, half: str
 ) -> None:
     """What is applied then is float32, and what is read is of 16 bits."""
-    cluster = make_cluster(servers=shards, workers=2, policy=DelayCompensated(lam=0.5))
+    cluster = make_cluster(servers=2, workers=2, policy=DelayCompensated(lam=0.5))
     clients = [cluster.client(rank) for rank in (0, 1)]
     for client in clients:
         block = client.define("w", given(normal(0, half)), rule=SGD(0.1))
@@ -322,15 +325,15 @@ def test_values_that_a_corrected_gradient_leaves_are_rounded(
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("policy", [Async(), Async(on_nonfinite="skip")], ids=["refuse", "skip"])
 def test_gradient_that_is_not_finite_is_refused_or_skipped(
-    make_cluster: MakeCluster, half: str, bad: float, kind: str
+    make_cluster: MakeCluster, half: str, policy: Async, kind: str
 ) -> None:
-    for policy in (Async(), Async(on_nonfinite="skip")):
-        client = make_cluster(kind, workers=1, policy=policy).client(0)
-        names = {"a": normal(0, half, 8), "w": normal(1, half)}
-        block = client.define({name: given(each) for name, each in names.items()}, rule=Add())
-        before = masters(client, block)
+    client = make_cluster(kind, workers=1, policy=policy).client(0)
+    names = {"a": normal(0, half, 8), "w": normal(1, half)}
+    block = client.define({name: given(each) for name, each in names.items()}, rule=Add())
+    before = masters(client, block)
+    for bad in (float("nan"), float("inf"), -float("inf")):
         gradients = {"a": normal(2, half, 8), "w": normal(3, half)}
         gradients["w"][-1] = bad
         wrong = {name: given(each) for name, each in gradients.items()}
@@ -358,12 +361,12 @@ def test_clip_norm_is_that_of_float32(make_cluster: MakeCluster, half: str, poli
     twins = Twins([client], half, Add())
     gradient = normal(3, half, SIZE + 100)
     before = masters(client, twins.block)
-    for block, group in ((twins.block, "default"), (twins.plain, "plain")):
+    for block in (twins.block, twins.plain):
         slot = client.dense.gradient_slot(block)
-        own = gradient.view(torch.int16) if group == "default" else gradient.float()
+        own = gradient.view(torch.int16) if block is twins.block else gradient.float()
         slot[:] = own.numpy().view(slot.dtype)
         push = [ps.client.BlockPush(block, slot)]
-        client.dense.step(group, push, clip_norm=5.0).result()
+        client.dense.step(block.group_name, push, clip_norm=5.0).result()
     found, plain = (masters(client, each) for each in (twins.block, twins.plain))
     torch.testing.assert_close((found - before).norm(), torch.tensor(5.0), rtol=1e-3, atol=0.0)
     if policy == Sync():
@@ -509,8 +512,10 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize(("kind", "ranks"), [("unix", 1), ("unix", 2), ("tcp", 2)])
+@pytest.mark.parametrize(
+    ("build", "kind", "ranks"),
+    [("sgd", "tcp", 2), ("adamw", "unix", 1), ("adamw", "unix", 2), ("radam", "unix", 2)],
+)
 def test_model_is_trained_as_torch_does_it_with_masters(
     make_cluster: MakeCluster, half: str, build: str, kind: str, ranks: int
 ) -> None:
