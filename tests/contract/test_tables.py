@@ -25,6 +25,12 @@ DIM = 4
 EDGES = np.array([0, -1, 1, -(2**63), 2**63 - 1, 2**62, -(2**62)])
 
 
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    """Over one transport: that all give the same is a test of its own."""
+    return make_cluster("tcp", servers=2)
+
+
 def users(client: Client, **options: Any) -> Table:
     """A table whose rows begin with 1 and lose half of each gradient, unless told otherwise."""
     given: dict[str, Any] = {"dim": DIM, "rule": SGD(0.5), "init": Constant(1.0), **options}

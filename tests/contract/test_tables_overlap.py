@@ -33,6 +33,12 @@ def cluster(make_cluster: MakeCluster) -> RoleCluster:
     return make_cluster("tcp", servers=2)
 
 
+@pytest.fixture
+def remote(make_cluster: MakeCluster) -> RoleCluster:
+    """As `cluster`, where a server can stand still."""
+    return make_cluster("tcp", servers=2)
+
+
 def films(client: Client) -> Table:
     return client.table("films", dim=2, rule=Add(), init=ps.Zeros())
 

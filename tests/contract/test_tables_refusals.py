@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from paramserve.consistency.built_in import (
     Sync,
 )
 from paramserve.core.table.options import LRU, TTL, Constant, MinCount, Normal, Zeros
-from paramserve.core.table.parts import Records
 from paramserve.errors import (
     DefineMismatch,
     DtypeMismatch,
@@ -523,23 +521,6 @@ def test_state_that_is_not_finite_is_not_put_and_the_key_is_named(two: RoleClust
         told = ("the state for key -6 of table 'users' holds", str(bad))
         refused(lambda: table.put([5, -6, 7], ones(3), state, [1, 1, 1]), NonFinite, *told)
     assert unchanged(table)
-
-
-def test_servers_refuse_what_a_client_has_not_looked_at_before_they_write(
-    make_cluster: MakeCluster, kind: str
-) -> None:
-    """As Arrow's rows, which are put part by part."""
-    table = users(make_cluster(kind, servers=1).client(), dtype="float16", rule=Adagrad(lr=0.5))
-    for value, held in ((1e6, 1.0), (1.0, np.nan)):
-        records = Records(
-            np.array([5, -6]),
-            ones(2) * np.array([[1.0], [value]], np.float32),
-            ones(2) * np.array([[1.0], [held]], np.float32),
-            np.ones(2, np.uint32),
-        )
-        put = partial(table._keyed.put, table.block, records, WAIT_S)
-        refused(put, NonFinite, "for key -6 of table 'users'")
-    assert len(table) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+from tests.contract.table_model import splitmix64
 from tests.unit.core.table.rig import keys_of
 
 from paramserve.core.table.compiled import prepare
@@ -10,13 +11,6 @@ from paramserve.core.table.hashing import hashes, shard_of, stream_of
 from paramserve.core.table.index import Index
 
 EXTREMES = [0, 1, -1, 2**63 - 1, -(2**63)]
-
-
-def splitmix64(key: int) -> int:
-    z = (key + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
 
 
 def test_hashes_are_those_of_splitmix64() -> None:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.contract.table_model import splitmix64
 from tests.unit.core.table.rig import STREAM, keys_of, read, store_of
-from tests.unit.core.table.test_hashing import splitmix64
 
 from paramserve.core.table.options import Constant, Init, Normal, TableOptions, Uniform, Zeros
 from paramserve.core.table.store import Purpose, RowStore

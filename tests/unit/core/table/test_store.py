@@ -178,16 +178,6 @@ def test_memory_of_a_table_whose_rows_are_deleted_stays_below_its_limit() -> Non
         assert store.memory_bytes <= 1 << 20
 
 
-def test_row_that_is_not_evicted_keeps_what_it_has() -> None:
-    store = store_of(limits(1, None, 3))
-    store.take(keys_of([1, 2, 3]), 0, PULL)
-    change(store, [1], 2.0)
-    mine = contents(store)[1]
-    store.take(keys_of([4]), 0, PULL)
-    assert contents(store).keys() == {1, 3, 4}
-    assert contents(store)[1] == mine
-
-
 @pytest.mark.parametrize("limit", ["ttl", "lru", "both"])
 def test_rows_go_in_the_order_of_the_last_use_that_they_were_given(limit: str) -> None:
     """As a dict of last uses. Requests come at even clocks, the uses given are at odd ones."""
