@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.contract.role_cluster import wait_until
 from tests.unit.launch.puppets import PLAN, Puppets, started
 
 from paramserve.config import Deadlines
@@ -64,14 +64,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     supervisor.abandon()
 
 
-def until(true: Callable[[], object]) -> None:
-    for _ in range(10_000):
-        if true():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it never came")
-
-
 def test_scale_up_asks_the_coordinator_then_launches_the_same_function(
     run: SimpleNamespace,
 ) -> None:
@@ -87,10 +79,10 @@ def test_scale_up_asks_the_coordinator_then_launches_the_same_function(
 def test_scale_down_ends_who_stays_too_long_and_says_so(run: SimpleNamespace) -> None:
     stubborn = run.engine.processes["worker 1"]
     stubborn.deaf = True
-    until(lambda: run.supervisor.roster.entries[Key("worker", 1)].ready)
+    wait_until(lambda: run.supervisor.roster.entries[Key("worker", 1)].ready)
     run.supervisor.scale(1)
-    until(lambda: run.supervisor.roster.worker_states()[1] == "retired")
-    until(lambda: (1, 1) in run.coordinator.dead)
+    wait_until(lambda: run.supervisor.roster.worker_states()[1] == "retired")
+    wait_until(lambda: (1, 1) in run.coordinator.dead)
     assert stubborn.asked == ["interrupt", "kill"]
     assert run.supervisor.state == "running"
     assert run.supervisor.failures == {}
@@ -98,11 +90,11 @@ def test_scale_down_ends_who_stays_too_long_and_says_so(run: SimpleNamespace) ->
 
 def test_scale_up_again_launches_when_the_old_process_has_ended(run: SimpleNamespace) -> None:
     old = run.engine.processes["worker 1"]
-    until(lambda: run.supervisor.roster.entries[Key("worker", 1)].ready)
+    wait_until(lambda: run.supervisor.roster.entries[Key("worker", 1)].ready)
     run.supervisor.scale(1)
     run.supervisor.scale(2)
     old.end(0)
-    until(lambda: run.engine.processes["worker 1"] is not old)
+    wait_until(lambda: run.engine.processes["worker 1"] is not old)
     assert run.coordinator.dead == [(1, 1)]
     assert run.supervisor.roster.worker_states() == {0: "running", 1: "starting"}
     assert run.engine.kept == ["worker 1"]
