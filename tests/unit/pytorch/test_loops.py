@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,26 +332,25 @@ def with_optimizers(which: str, **options: Any) -> Servers:
     return servers
 
 
-@pytest.mark.parametrize("optimizers", OPTIMIZERS)
-@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_restart_makes_the_steps_of_an_unbroken_run(
-    form: str, shards: str, optimizers: str
-) -> None:
-    whole = run(with_optimizers(optimizers), FORMS[form], shards=shards)
-    assert len(whole) in (EPOCHS * OF_EPOCH, EPOCHS * OF_EPOCH * 2)
-    for clock in range(1, len(whole)):
-        servers = with_optimizers(optimizers, dies_at=clock)
-        assert run(servers, FORMS[form], shards=shards) == whole, clock
+def test_restart_makes_the_steps_of_an_unbroken_run(form: str) -> None:
+    for shards, optimizers in product(SHARDS, OPTIMIZERS):
+        whole = run(with_optimizers(optimizers), FORMS[form], shards=shards)
+        assert len(whole) in (EPOCHS * OF_EPOCH, EPOCHS * OF_EPOCH * 2)
+        for clock in range(1, len(whole)):
+            servers = with_optimizers(optimizers, dies_at=clock)
+            found = run(servers, FORMS[form], shards=shards)
+            assert found == whole, (shards, optimizers, clock)
 
 
-@pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("form", IRREGULAR)
-def test_restart_finds_batches_that_were_in_no_step(form: str, optimizers: str) -> None:
-    whole = run(with_optimizers(optimizers), IRREGULAR[form])
+def test_restart_finds_batches_that_were_in_no_step(form: str) -> None:
     first = 4 if form.startswith("broken") else 1  # see the next test
-    for clock in range(first, len(whole)):
-        assert run(with_optimizers(optimizers, dies_at=clock), IRREGULAR[form]) == whole, clock
+    for optimizers in OPTIMIZERS:
+        whole = run(with_optimizers(optimizers), IRREGULAR[form])
+        for clock in range(first, len(whole)):
+            found = run(with_optimizers(optimizers, dies_at=clock), IRREGULAR[form])
+            assert found == whole, (optimizers, clock)
 
 
 def test_restart_in_a_first_pass_that_would_have_been_left_goes_on_in_it() -> None:
@@ -524,16 +523,18 @@ def test_many_loaders_with_irregular_passes_are_forgotten_with_a_warning() -> No
 # --- clocks that are decided without the rank -----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "optimizers",
-    sorted(set(OPTIMIZERS) - {"in turn"}),  # its misses are its own
-)
-@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_missed_clocks_leave_the_end_where_it_is(form: str, shards: str, optimizers: str) -> None:
+def test_missed_clocks_leave_the_end_where_it_is(form: str) -> None:
     """Each step is with the batch of its clock, and the last clock is everybody's."""
+    optimizers = sorted(set(OPTIMIZERS) - {"in turn"})  # its misses are its own
+    for shards, which in product(SHARDS, optimizers):
+        leave_out_clocks(form, shards, which)
+
+
+def leave_out_clocks(form: str, shards: str, optimizers: str) -> None:
     whole = dict(run(with_optimizers(optimizers), FORMS[form], shards=shards))
     for seed in range(6 if optimizers == "one" else 2):
+        case = (shards, optimizers, seed)
         chance = random.Random(seed)
         missed, clock, number = dict[int, int](), 0, 0
         while clock < len(whole):
@@ -543,20 +544,21 @@ def test_missed_clocks_leave_the_end_where_it_is(form: str, shards: str, optimiz
             clock += 1 + missed[number]
         servers = with_optimizers(optimizers, missed=missed)
         made = run(servers, FORMS[form], shards=shards)
-        assert all(whole[clock] == sample for clock, sample in made), seed
-        assert servers.clock == len(whole), seed
+        assert all(whole[clock] == sample for clock, sample in made), case
+        assert servers.clock == len(whole), case
         again = with_optimizers(optimizers, missed=missed, dies_at=made[len(made) // 2][0])
-        assert run(again, FORMS[form], shards=shards) == made, f"with a restart, seed {seed}"
+        assert run(again, FORMS[form], shards=shards) == made, ("with a restart", case)
 
 
-@pytest.mark.parametrize("optimizers", ["one", "both with each batch", "the second now and then"])
 @pytest.mark.parametrize("form", FORMS)
-def test_clocks_that_are_decided_while_the_rank_is_dead(form: str, optimizers: str) -> None:
-    whole = run(with_optimizers(optimizers), FORMS[form])
-    for clock, dead in ((1, 2), (OF_EPOCH, 1), (7, OF_EPOCH + 2)):
-        servers = with_optimizers(optimizers, dies_at=clock)
-        servers.decided = dead
-        assert run(servers, FORMS[form]) == whole[:clock] + whole[clock + dead :], clock
+def test_clocks_that_are_decided_while_the_rank_is_dead(form: str) -> None:
+    for optimizers in ("one", "both with each batch", "the second now and then"):
+        whole = run(with_optimizers(optimizers), FORMS[form])
+        for clock, dead in ((1, 2), (OF_EPOCH, 1), (7, OF_EPOCH + 2)):
+            servers = with_optimizers(optimizers, dies_at=clock)
+            servers.decided = dead
+            found = run(servers, FORMS[form])
+            assert found == whole[:clock] + whole[clock + dead :], (optimizers, clock)
 
 
 def test_missed_clocks_of_a_pass_are_of_the_next_one_where_it_begins_anew() -> None:
@@ -584,12 +586,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_resume_with_other_arguments_is_refused(form: str, shards: str, change: str) -> None:
-    servers, (size, options) = Servers(), CHANGES[change]
-    whole = len(run(servers, FORMS[form], shards=shards))
-    for clock in (1, whole // 2, whole):  # within the first epoch, later, and at the end
+def test_resume_with_other_arguments_is_refused(form: str, change: str) -> None:
+    size, options = CHANGES[change]
+    whole = {shards: len(run(Servers(), FORMS[form], shards=shards)) for shards in SHARDS}
+    # Within the first epoch, later, and at the end.
+    for shards, clock in [(each, at) for each, n in whole.items() for at in (1, n // 2, n)]:
         part = Servers()
         with pytest.raises(Killed):
             _until(part, form, clock, shards)
