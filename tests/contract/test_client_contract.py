@@ -7,6 +7,8 @@ The key-value calls are here; tickets and blocks in `test_client_steps.py`, Sync
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster, in_threads, taken
@@ -30,17 +32,16 @@ def test_define_values_can_be_pulled_by_another_client(cluster: RoleCluster) -> 
     assert (first.rank, first.connection.id != second.connection.id) == (-1, True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (7, 5), (20_000,)])
-def test_define_any_shape_and_dtype_comes_back(
-    cluster: RoleCluster, dtype: str, shape: tuple[int, ...]
-) -> None:
+def test_define_any_shape_and_dtype_comes_back(cluster: RoleCluster) -> None:
     client = cluster.client()
-    value = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
-    client.define("w", value, rule=None)
-    back = client.pull("w")
-    assert (back.shape, back.dtype) == (shape, value.dtype)
-    assert np.array_equal(back, value)
+    shapes = [(), (0,), (1,), (3, 0, 2), (7, 5), (20_000,)]
+    for dtype, shape in product(["float32", "float64", "int64"], shapes):
+        name = f"{dtype} {shape}"
+        value = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
+        client.define(name, value, rule=None)
+        back = client.pull(name)
+        assert (back.shape, back.dtype) == (shape, value.dtype)
+        assert np.array_equal(back, value), name
 
 
 def test_define_mapping_is_one_block_with_many_pieces(cluster: RoleCluster) -> None:
@@ -118,23 +119,20 @@ def test_push_captures_the_bytes_before_it_returns(cluster: RoleCluster) -> None
     assert (client.pull("w") == 10.0).all()
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        np.ones((4, 6), np.float32),
-        np.ones((6, 4)).T,
-        np.ones((8, 6))[::2],
-        np.ones((4, 6)).astype(">f8"),
-        np.ones((4, 6)).tolist(),
-        np.broadcast_to(1.0, (4, 6)),
-    ],
-    ids=["float32", "transposed", "strided", "big-endian", "lists", "read-only"],
-)
-def test_push_any_floating_gradient_of_the_shape(cluster: RoleCluster, gradient: object) -> None:
+def test_push_any_floating_gradient_of_the_shape(cluster: RoleCluster) -> None:
     client = cluster.client()
-    client.define("w", np.zeros((4, 6)), rule=Add())
-    client.push("w", gradient).result()
-    assert (client.pull("w") == 1.0).all()
+    gradients = {
+        "float32": np.ones((4, 6), np.float32),
+        "transposed": np.ones((6, 4)).T,
+        "strided": np.ones((8, 6))[::2],
+        "big-endian": np.ones((4, 6)).astype(">f8"),
+        "lists": np.ones((4, 6)).tolist(),
+        "read-only": np.broadcast_to(1.0, (4, 6)),
+    }
+    for name, gradient in gradients.items():
+        client.define(name, np.zeros((4, 6)), rule=Add())
+        client.push(name, gradient).result()
+        assert (client.pull(name) == 1.0).all(), name
 
 
 def test_push_mapping_updates_only_its_names(cluster: RoleCluster) -> None:
@@ -176,26 +174,21 @@ def test_pull_into_out_writes_there(cluster: RoleCluster) -> None:
     assert taken(client) == 0
 
 
-@pytest.mark.parametrize(
-    ("out", "error"),
-    [
+def test_pull_into_a_wrong_out_is_refused(cluster: RoleCluster) -> None:
+    client = cluster.client()
+    client.define("w", np.ones(3), rule=Add())
+    wrong: list[tuple[object, type[Exception]]] = [
         (np.zeros(4), ShapeMismatch),
         (np.zeros(3, np.float32), ShapeMismatch),
         ([0.0] * 3, TypeError),
         (np.broadcast_to(0.0, 3), TypeError),
-    ],
-    ids=["shape", "dtype", "list", "read-only"],
-)
-def test_pull_into_a_wrong_out_is_refused(
-    cluster: RoleCluster, out: object, error: type[Exception]
-) -> None:
-    client = cluster.client()
-    client.define("w", np.ones(3), rule=Add())
-    with pytest.raises(error, match="out for 'w'"):
-        client.pull("w", out=out)
-    with pytest.raises((TypeError, ValueError), match="out"):
-        client.pull(["w"], out=out if error is TypeError else {"x": out})
-    assert taken(client) == 0
+    ]
+    for out, error in wrong:
+        with pytest.raises(error, match="out for 'w'"):
+            client.pull("w", out=out)
+        with pytest.raises((TypeError, ValueError), match="out"):
+            client.pull(["w"], out=out if error is TypeError else {"x": out})
+        assert taken(client) == 0, out
 
 
 def test_pull_copy_is_the_callers_to_keep(cluster: RoleCluster) -> None:

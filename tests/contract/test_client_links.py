@@ -42,6 +42,13 @@ BUSY_S = 3 * DEADLINES.reconnect_s
 """Within this time every client knows that a server is gone."""
 
 
+@pytest.fixture(params=[("unix", 2), ("tcp", 1)], ids=["unix-2", "tcp-1"])
+def remote(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> RoleCluster:
+    """As `cluster`, where a server can stand still: over sockets."""
+    kind, shards = request.param
+    return make_cluster(kind, servers=shards)
+
+
 # --- the connection ends, the server lives ----------------------------------------------------
 
 
@@ -54,6 +61,7 @@ def forget(cluster: RoleCluster, client: Client, shard: int) -> None:
     wait_until(lambda: client.connection.checks)  # a heartbeat later
 
 
+@pytest.mark.usefixtures("tables_ready")
 def test_idle_client_that_a_shard_has_forgotten_begins_a_new_session(
     cluster: RoleCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,33 +225,49 @@ def house(make_cluster: MakeCluster) -> RoleCluster:
     return make_cluster("unix", servers=2)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_use_is_refused_whole(house: RoleCluster, case: str) -> None:
+def test_wrong_use_is_refused_whole(house: RoleCluster) -> None:
+    """Each by a client of its own, beside one that goes on."""
+    other = house.client()
+    for case in CASES:
+        client = house.client()
+        client.define({"w": np.zeros(LARGE), "b": np.zeros(2)}, rule=SGD(0.1))
+        client.define("c", np.zeros(2, np.int64))
+        client.define("fixed", np.zeros(2))
+        client.define("o", np.zeros(2), rule=Add(), group="other")
+        refuse(house, client, other, case)
+        client.close()
+
+
+def refuse(house: RoleCluster, client: Client, other: Client, case: str) -> None:
     use, error, words = CASES[case]
-    client, other = house.client(), house.client()
-    client.define({"w": np.zeros(LARGE), "b": np.zeros(2)}, rule=SGD(0.1))
-    client.define("c", np.zeros(2, np.int64))
-    client.define("fixed", np.zeros(2))
-    client.define("o", np.zeros(2), rule=Add(), group="other")
+    before, versions = other.pull(), group_versions(house)
     with pytest.raises(error, match=words) as caught:
         use(client)
-    assert type(caught.value) is error
+    assert type(caught.value) is error, case
     if isinstance(caught.value, ParamServeError):
-        assert caught.value.applied == "no"
-        assert HOUSE_FORM.fullmatch(str(caught.value))
-        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        assert caught.value.applied == "no", case
+        assert HOUSE_FORM.fullmatch(str(caught.value)), case
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), case
     for each in (client, other):
-        assert not any(values.any() for values in each.pull().values())
-        assert set(each.pull()) == {"w", "b", "c", "fixed", "o"}
-    for running in house.servers:
-        assert all(each.state.version == 0 for each in running.role.shard.groups.values())
-    assert client.clock() == 0
-    for number, each in enumerate((client, other), 1):
-        assert each.push({"w": ONES, "b": np.ones(2)}).result().version == number
-    assert np.allclose(other.pull("w"), -0.2)
+        values = each.pull()
+        assert set(values) == set(before) == {"w", "b", "c", "fixed", "o"}, case
+        assert all(np.array_equal(values[name], before[name]) for name in before), case
+    assert group_versions(house) == versions, case
+    assert client.clock() == 0, case
+    for each in (client, other):
+        versions = [[default + 1, rest] for default, rest in versions]
+        assert each.push({"w": ONES, "b": np.ones(2)}).result().version == versions[0][0], case
+    assert np.allclose(other.pull("w"), before["w"] - 0.2), case
+    assert group_versions(house) == versions, case
     client.drain()
     lent = len(client.dense.gradients.given)  # a slot that is still the caller's
-    assert len(client.connection.exchange._pool.taken) == lent
+    assert len(client.connection.exchange._pool.taken) == lent, case
+
+
+def group_versions(house: RoleCluster) -> list[list[int]]:
+    """On each server, of the groups "default" and "other"."""
+    groups = [running.role.shard.groups for running in house.servers]
+    return [[each.state.version for each in found.values()] for found in groups]
 
 
 def test_name_in_two_groups_is_asked_for_by_block_only(house: RoleCluster) -> None:

@@ -1,6 +1,6 @@
-"""Tickets, steps by block, snapshots, shared memory and the life of a client, over all transports.
+"""Tickets, steps by block, snapshots, shared memory and the life of a client.
 
-The key-value calls are in `test_client_contract.py`.
+The key-value calls are in `test_client_contract.py`, over all transports.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from paramserve.rules import SGD, Adam, Add
 
 LARGE = 40_000
 """float64 elements that are split over the shards."""
+
+
+@pytest.fixture(params=[("unix", 1), ("tcp", 2)], ids=["unix-1", "tcp-2"])
+def cluster(make_cluster: MakeCluster, request: pytest.FixtureRequest) -> RoleCluster:
+    """Shared memory and payloads, one shard and two."""
+    kind, shards = request.param
+    return make_cluster(kind, servers=shards)
 
 
 # --- tickets ----------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The client under Sync, over all transports with 1 and 2 shards: all ranks' gradients, or none."""
+"""The client under Sync, with 1 and 2 shards: all ranks' gradients, or none.
+
+The calls over each transport are in `test_client_contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,10 @@ class Team:
 MakeTeam = Callable[..., Team]
 
 
-@pytest.fixture
-def make_team(make_cluster: MakeCluster, layout: tuple[str, int]) -> MakeTeam:
-    kind, shards = layout
+@pytest.fixture(params=[("unix", 2), ("tcp", 1)], ids=["unix-2", "tcp-1"])
+def make_team(make_cluster: MakeCluster, request: pytest.FixtureRequest) -> MakeTeam:
+    """Two shards agree on each clock, one decides alone; over which transport does not matter."""
+    kind, shards = request.param
 
     def make(policy: Policy | None = None) -> Team:
         policy = policy if policy is not None else Sync(reduce="sum")
@@ -371,9 +375,9 @@ def test_pipelined_steps_of_a_dead_worker_are_all_answered(team: Team) -> None:
 
 
 def test_worker_that_dies_between_two_shards_counts_on_all_or_none(
-    make_cluster: MakeCluster, kind: str, monkeypatch: pytest.MonkeyPatch
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    team = Team(make_cluster(kind, servers=2, workers=WORKERS, policy=Sync(reduce="sum")))
+    team = Team(make_cluster("unix", servers=2, workers=WORKERS, policy=Sync(reduce="sum")))
     team.define()
     dying = team.ranks[1]
     transmit = dying.connection.exchange._transmit
