@@ -43,7 +43,7 @@ from paramserve.messages import (
     SuspendMembership,
     Waiting,
 )
-from paramserve.rules import SGD, Adam
+from paramserve.rules import SGD
 
 BLOCK = block_of({"a": (30_000,)}, shards=2)
 HYPER = (0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -302,24 +302,6 @@ def test_finish_gives_slots_back_only_when_answered(bench: Bench) -> None:
     with pytest.raises(ServerGone):
         bench.steps.finish("fetch", requests, 0.0, [slot])
     assert bench.memory.taken == []
-
-
-@pytest.mark.parametrize(
-    ("rule", "hyper", "error", "words"),
-    [
-        (None, None, ParamServeError, "'w' has no rule"),
-        (SGD(0.1), (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0), ValueError, "lr of SGD"),
-        (SGD(0.1), (0.1,), ValueError, "takes 6"),
-        (SGD(0.1), (0.1, 0.9, 0.0, 0.0, 0.0, 0.0), ParamServeError, "momentum_buffer"),
-        (Adam(), (np.nan, 0.9, 0.9, 1e-8, 0.0, 0.0, 0.0), ValueError, "lr of Adam"),
-    ],
-)
-def test_push_that_the_shards_would_refuse_is_refused_here(
-    rule: object, hyper: tuple[float, ...] | None, error: type[Exception], words: str
-) -> None:
-    block: Block = block_of({"w": (2,)}, rule=rule)
-    with pytest.raises(error, match=words):
-        check_push(BlockPush(block, np.zeros(2), None, hyper))
 
 
 def test_momentum_may_be_turned_off(bench: Bench) -> None:

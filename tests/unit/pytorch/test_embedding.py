@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ MODES = ("sum", "mean", "max")
 
 @pytest.fixture
 def table() -> FakeTable:
+    return make_table()
+
+
+def make_table() -> FakeTable:
     """With rows for the keys 0 to 11."""
     made = TableCluster().worker().client.table("users", DIM)
     values = torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1))
@@ -59,7 +64,6 @@ def loss_of(out: Tensor) -> Tensor:
 # --- Embedding -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding", [None, PADDING])
 @pytest.mark.parametrize(
     "ids",
     [
@@ -71,16 +75,16 @@ def loss_of(out: Tensor) -> Tensor:
     ],
     ids=["repeated", "2-D int32", "scalar", "only padding", "empty"],
 )
-def test_embedding_gives_torchs_values_and_gradients(
-    table: FakeTable, ids: Tensor, padding: int | None
-) -> None:
-    theirs = nn.Embedding(SIZE, DIM, padding_idx=padding, _weight=weight_of(table, padding))
-    ours = Embedding(table, padding_idx=padding)
-    out = ours(ids)
-    assert torch.equal(out, theirs(ids))
-    loss_of(out).backward()
-    loss_of(theirs(ids)).backward()
-    torch.testing.assert_close(dense(ours), theirs.weight.grad)
+def test_embedding_gives_torchs_values_and_gradients(ids: Tensor) -> None:
+    for padding in (None, PADDING):
+        table = make_table()
+        theirs = nn.Embedding(SIZE, DIM, padding_idx=padding, _weight=weight_of(table, padding))
+        ours = Embedding(table, padding_idx=padding)
+        out = ours(ids)
+        assert torch.equal(out, theirs(ids)), padding
+        loss_of(out).backward()
+        loss_of(theirs(ids)).backward()
+        torch.testing.assert_close(dense(ours), theirs.weight.grad)
 
 
 def test_embedding_pulls_each_key_once_without_the_padding(table: FakeTable) -> None:
@@ -172,21 +176,18 @@ def call(module: Any, bags: dict[str, Any]) -> Tensor:
     return module(bags["input"], *[value for name, value in bags.items() if name != "input"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("padding", [None, PADDING])
 @pytest.mark.parametrize("bags", BAGS.values(), ids=BAGS)
-def test_bag_gives_torchs_values_and_gradients(
-    table: FakeTable, bags: dict[str, Any], padding: int | None, mode: str
-) -> None:
-    theirs = nn.EmbeddingBag(
-        SIZE, DIM, mode=mode, padding_idx=padding, _weight=weight_of(table, padding)
-    )
-    ours = EmbeddingBag(table, mode=mode, padding_idx=padding)
-    out = call(ours, bags)
-    torch.testing.assert_close(out, call(theirs, bags))
-    loss_of(out).backward()
-    loss_of(call(theirs, bags)).backward()
-    torch.testing.assert_close(dense(ours), theirs.weight.grad)
+def test_bag_gives_torchs_values_and_gradients(bags: dict[str, Any]) -> None:
+    for mode, padding in product(MODES, (None, PADDING)):
+        options: dict[str, Any] = {"mode": mode, "padding_idx": padding}
+        table = make_table()
+        theirs = nn.EmbeddingBag(SIZE, DIM, _weight=weight_of(table, padding), **options)
+        ours = EmbeddingBag(table, **options)
+        out = call(ours, bags)
+        torch.testing.assert_close(out, call(theirs, bags))
+        loss_of(out).backward()
+        loss_of(call(theirs, bags)).backward()
+        torch.testing.assert_close(dense(ours), theirs.weight.grad)
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])

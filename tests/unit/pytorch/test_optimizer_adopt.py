@@ -45,9 +45,13 @@ SCHEDULERS = [
 ]
 
 
-@pytest.mark.parametrize("when", ["before", "after", "both"])
 @pytest.mark.parametrize("build", SCHEDULERS)
-def test_scheduler_built_before_or_after_steps_through_the_servers(build, when) -> None:
+def test_scheduler_built_before_or_after_steps_through_the_servers(build) -> None:
+    for when in ("before", "after", "both"):
+        step_with_schedulers(build, when)
+
+
+def step_with_schedulers(build, when: str) -> None:
     model, expected = small_model(), small_model()
     cluster = FakeCluster()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -374,14 +378,15 @@ def build_trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS.values(), lambda model: model])
-@pytest.mark.parametrize("before", ["", "_orig_mod.", "module.", "module._orig_mod."])
-def test_load_state_fits_with_wrappers_and_without(wrap: Any, before: str) -> None:
-    worker, model, given = FakeCluster().worker(), wrap(build()), build()
-    worker.load_state = {"": {before + name: value for name, value in given.state_dict().items()}}
-    load_given(worker, "model", model)
-    assert worker.load_state == {}
-    for mine, theirs in zip(model.parameters(), given.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+def test_load_state_fits_with_wrappers_and_without(wrap: Any) -> None:
+    for before in ("", "_orig_mod.", "module.", "module._orig_mod."):
+        worker, model, given = FakeCluster().worker(), wrap(build()), build()
+        state = {before + name: value for name, value in given.state_dict().items()}
+        worker.load_state = {"": state}
+        load_given(worker, "model", model)
+        assert worker.load_state == {}
+        for mine, theirs in zip(model.parameters(), given.parameters(), strict=True):
+            assert torch.equal(mine, theirs), before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -57,24 +58,22 @@ def two_groups(model: nn.Module) -> Groups:
     ]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("edit", FOLLOWED)
-@pytest.mark.parametrize("policy", POLICIES, ids=["served", "local"])
-def test_edit_of_groups_is_followed_as_in_torch(
-    kind, edit: Callable[[Groups, nn.Module], None], policy
-) -> None:
-    model, expected = small_model(), small_model()
-    optimizer = adopt(FakeCluster(policy=policy).worker(), model, kind(two_groups(model), lr=1.0))
-    plain = kind(two_groups(expected), lr=1.0)
-    for each, stepped in ((model, optimizer), (expected, plain)):
-        train(each, stepped, 1)
-        stepped.param_groups[0]["lr"] = 0.05
-        train(each, stepped, 1)
-        edit(stepped.param_groups, each)
-        for group in stepped.param_groups:
-            group["lr"] /= 2
-        train(each, stepped, 2)
-    assert_same(model, expected)
+def test_edit_of_groups_is_followed_as_in_torch(edit: Callable[[Groups, nn.Module], None]) -> None:
+    for kind, policy in product((torch.optim.SGD, torch.optim.Adam), POLICIES):
+        model, expected = small_model(), small_model()
+        own, worker = kind(two_groups(model), lr=1.0), FakeCluster(policy=policy).worker()
+        optimizer = adopt(worker, model, own)
+        plain = kind(two_groups(expected), lr=1.0)
+        for each, stepped in ((model, optimizer), (expected, plain)):
+            train(each, stepped, 1)
+            stepped.param_groups[0]["lr"] = 0.05
+            train(each, stepped, 1)
+            edit(stepped.param_groups, each)
+            for group in stepped.param_groups:
+                group["lr"] /= 2
+            train(each, stepped, 2)
+        assert_same(model, expected)
 
 
 def test_state_dict_after_edits_has_the_parameters_that_are_left() -> None:
@@ -117,15 +116,15 @@ def move_one(groups: Groups, model: nn.Module) -> None:
         (move_one, r"3\.weight, 3\.bias were defined as one group.*\[0, 1\]"),
     ],
 )
-@pytest.mark.parametrize("policy", POLICIES, ids=["served", "local"])
 def test_edit_of_groups_that_the_servers_cannot_follow_is_refused_at_the_step(
-    edit: Callable[[Groups, nn.Module], None], text, policy
+    edit: Callable[[Groups, nn.Module], None], text
 ) -> None:
-    cluster, model = FakeCluster(policy=policy), small_model()
-    optimizer = adopt(cluster.worker(), model, torch.optim.SGD(two_groups(model), lr=1.0))
-    edit(optimizer.param_groups, model)
-    before = [param.clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=text):
-        train(model, optimizer, 1)
-    assert cluster.steps() == []
-    assert all(map(torch.equal, model.parameters(), before))
+    for policy in POLICIES:
+        cluster, model = FakeCluster(policy=policy), small_model()
+        optimizer = adopt(cluster.worker(), model, torch.optim.SGD(two_groups(model), lr=1.0))
+        edit(optimizer.param_groups, model)
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match=text):
+            train(model, optimizer, 1)
+        assert cluster.steps() == [], policy
+        assert all(map(torch.equal, model.parameters(), before)), policy

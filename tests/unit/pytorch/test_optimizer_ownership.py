@@ -31,25 +31,20 @@ class Views(nn.Module):
     ],
     ids=["whole", "rows", "a column and a row", "columns"],
 )
-@pytest.mark.parametrize("grouping", ["one group", "two groups", "added later"])
-def test_adopt_parameters_with_common_memory_are_refused(parts, grouping) -> None:
-    model, cluster = Views(*parts), FakeCluster()
-    first, second = model.parts
+def test_adopt_parameters_with_common_memory_are_refused(parts) -> None:
+    """In one group, in two, and in one that is added later."""
     text = r"'parts\.0' and 'parts\.1' share memory"
-    if grouping == "added later":
-        optimizer = adopt(cluster.worker(), model, torch.optim.SGD([first], lr=0.1))
+    model = Views(*parts)
+    first, second = model.parts
+    for groups in ([first, second], [{"params": [first]}, {"params": [second], "lr": 0.2}]):
+        cluster = FakeCluster()
         with pytest.raises(ValueError, match=text):
-            optimizer.add_param_group({"params": [second]})
-        assert len(optimizer.param_groups) == 1
-        return
-    groups = (
-        [first, second]
-        if grouping == "one group"
-        else [{"params": [first]}, {"params": [second], "lr": 0.2}]
-    )
+            adopt(cluster.worker(), model, torch.optim.SGD(groups, lr=0.1))
+        assert cluster.blocks == []
+    optimizer = adopt(FakeCluster().worker(), model, torch.optim.SGD([first], lr=0.1))
     with pytest.raises(ValueError, match=text):
-        adopt(cluster.worker(), model, torch.optim.SGD(groups, lr=0.1))
-    assert cluster.blocks == []
+        optimizer.add_param_group({"params": [second]})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(
