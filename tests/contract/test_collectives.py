@@ -104,38 +104,6 @@ def test_what_was_sent_before_a_barrier_is_there_behind_it(make_cluster: MakeClu
     assert Ranks(cluster, train).start(0, 1).end() == {0: 1.0, 1: 1.0}
 
 
-def test_rank_that_left_or_died_is_not_waited_for(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(workers=4)
-
-    def train(worker: ps.Worker) -> Any:
-        worker.barrier()
-        if worker.rank == 1:
-            return None
-        if worker.rank == 2:
-            raise Killed
-        return worker.all_reduce(5, "sum")
-
-    found = Ranks(cluster, train, again=False).start(0, 1, 2, 3).end()
-    assert (found[0], found[3]) == (10, 10)
-
-
-def test_rank_that_calls_what_the_others_returned_without_is_told_at_once(
-    make_cluster: MakeCluster,
-) -> None:
-    def train(worker: ps.Worker) -> None:
-        client = worker.client
-        client.define("w", np.zeros(3), rule=ps.Add())
-        for _ in range(5):
-            client.push("w", np.ones(3))
-            client.tick().result()
-        if worker.rank == 0:
-            told = r"rank 0 called worker\.barrier\(\) alone: rank 1 returned without this call"
-            with pytest.raises(ParamServeError, match=told):
-                worker.barrier()
-
-    Ranks(make_cluster(workers=2), train).start(0, 1).end()
-
-
 @pytest.mark.filterwarnings("ignore:rank . has waited")
 @pytest.mark.parametrize("request_s", [10.0, 0.4, 0.2])
 def test_rank_that_steps_where_another_waits_in_a_collective_is_told_soon(
