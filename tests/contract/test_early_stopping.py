@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -72,25 +73,21 @@ def played(make_cluster: MakeCluster, policy: Policy, program: Program) -> tuple
 
 
 @pytest.mark.parametrize("policy", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"])
-@pytest.mark.parametrize("lingers_s", [0.0, 0.4])
-@pytest.mark.parametrize(("dies", "where"), [(0, "decided"), (1, "decided"), (1, "evaluates")])
 @pytest.mark.filterwarnings("ignore:.* ended without rank 1, which was started again")
 def test_rank_that_dies_when_all_have_stopped_trains_nothing_more(
-    make_cluster: MakeCluster,
-    policy: Policy,
-    lingers_s: float,
-    dies: int,
-    where: str,
-    capfd: pytest.CaptureFixture[str],
+    make_cluster: MakeCluster, policy: Policy, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole, _ = played(make_cluster, policy, Program(None))
-    program = Program(dies, where, lingers_s)
-    found, restarts = played(make_cluster, policy, program)
-    assert restarts == [dies]
-    np.testing.assert_array_equal(found, whole)
-    assert max(epoch for _, epoch in program.made) == STOPS_AT
-    told = f"rank {dies}, started again behind epoch {STOPS_AT}, ends its loop: all other ranks"
-    assert told in capfd.readouterr().err
+    deaths = [(0, "decided"), (1, "decided"), (1, "evaluates")]
+    for (dies, where), lingers_s in product(deaths, (0.0, 0.4)):
+        case = str((dies, where, lingers_s))
+        program = Program(dies, where, lingers_s)
+        found, restarts = played(make_cluster, policy, program)
+        assert restarts == [dies], case
+        np.testing.assert_array_equal(found, whole, err_msg=case)
+        assert max(epoch for _, epoch in program.made) == STOPS_AT, case
+        told = f"rank {dies}, started again behind epoch {STOPS_AT}, ends its loop: all other ranks"
+        assert told in capfd.readouterr().err, case
 
 
 @pytest.mark.parametrize("policy", [ps.Sync(reduce="sum"), ps.Async()], ids=["sync", "async"])
