@@ -112,6 +112,13 @@ def pods(document: Document) -> Iterator[Document]:
         yield document["spec"]["template"]["spec"]
 
 
+def container_of(kind: str) -> Document:
+    """The one of a kind's pod in kubernetes.yaml."""
+    (pod,) = pods(one("kubernetes.yaml", kind))
+    (found,) = pod["containers"]
+    return found
+
+
 def all_pods() -> list[Any]:
     return [
         pytest.param(pod, id=pod["containers"][0]["name"])
@@ -176,8 +183,7 @@ def test_pod_mounts_only_volumes_that_it_has(pod: Document) -> None:
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
 def test_kubernetes_root_file_system_is_read_only_and_kernels_are_cached(kind: str) -> None:
-    (pod,) = pods(one("kubernetes.yaml", kind))
-    (container,) = pod["containers"]
+    container = container_of(kind)
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     cache_folder = environment(container)["NUMBA_CACHE_DIR"]
     writable = [m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")]
@@ -198,7 +204,7 @@ def test_kubernetes_secrets_are_named_and_not_held() -> None:
 
 def test_kubernetes_counts_agree() -> None:
     servers, workers = one("kubernetes.yaml", "StatefulSet"), one("kubernetes.yaml", "Job")
-    (server,), (worker,) = next(pods(servers))["containers"], next(pods(workers))["containers"]
+    server, worker = container_of("StatefulSet"), container_of("Job")
     assert environment(server)["SERVERS"] == str(servers["spec"]["replicas"])
     ranks = environment(server)["WORKERS"]
     assert environment(worker)["WORLD_SIZE"] == ranks
@@ -209,8 +215,7 @@ def test_kubernetes_counts_agree() -> None:
 def test_kubernetes_worker_environment_is_all_that_is_read() -> None:
     job = one("kubernetes.yaml", "Job")
     assert job["spec"]["completionMode"] == "Indexed"
-    ((worker,),) = (pod["containers"] for pod in pods(job))
-    found = environment(worker)
+    found = environment(container_of("Job"))
     assert found.keys() >= READ
     assert not {name for name in found.keys() - READ if name.startswith("PARAMSERVE")}
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -238,8 +243,7 @@ def test_kubernetes_service_names_the_servers_and_their_port() -> None:
     assert servers["spec"]["serviceName"] == service["metadata"]["name"]
     assert servers["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
     assert servers["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
-    ((server,),) = (pod["containers"] for pod in pods(servers))
-    ((worker,),) = (pod["containers"] for pod in pods(one("kubernetes.yaml", "Job")))
+    server, worker = container_of("StatefulSet"), container_of("Job")
     (port,), (named,) = server["ports"], service["spec"]["ports"]
     assert named["targetPort"] == port["name"]
     assert named["port"] == port["containerPort"]
@@ -256,7 +260,7 @@ def handed_over(folder: Path, pod_name: str, *, probe: bool = False) -> list[str
     stand_in = folder / "paramserve"
     stand_in.write_text('#!/bin/sh\nfor given in "$@"; do printf "%s\\0" "$given"; done\n')
     stand_in.chmod(0o700)
-    ((server,),) = (pod["containers"] for pod in pods(one("kubernetes.yaml", "StatefulSet")))
+    server = container_of("StatefulSet")
     filled = environment(server)
     assert filled["POD_NAME"] == "field:metadata.name"
     started = [*server["command"], *server["args"]]
@@ -324,7 +328,7 @@ def test_kubernetes_commands_train_over_loopback_with_tls(tmp_path: Path) -> Non
         options[options.index("--bind") + 1] = bind
         options[options.index("--advertise") + 1] = "localhost"
         servers.append(started([str(PROGRAM), *options], dict(os.environ)))
-    ((worker,),) = (pod["containers"] for pod in pods(one("kubernetes.yaml", "Job")))
+    worker = container_of("Job")
     script = tmp_path / "train.py"
     script.write_text(one("kubernetes.yaml", "ConfigMap")["data"]["train.py"])
     given = {name: replaced(value, here) for name, value in environment(worker).items()}

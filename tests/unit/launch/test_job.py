@@ -282,10 +282,16 @@ def test_run_interrupted_again_while_it_stops_has_ended_without_a_result(
     assert engine.closed.is_set()
 
 
-def test_value_that_cannot_be_unpickled_here_costs_no_other_one() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
+def launched(servers: int = 1) -> Job:
+    """A job without workers, whose processes are never heard of."""
+    plan = Plan(servers=servers, workers=0, consistency=ConsistencySpec("Async"))
     job = Job(plan, HasNoProcesses(0), seed=3)
     job.launch()
+    return job
+
+
+def test_value_that_cannot_be_unpickled_here_costs_no_other_one() -> None:
+    job = launched()
     for number, body in enumerate((cloudpickle.dumps("first"), b"broken", cloudpickle.dumps("l"))):
         rank = Key("worker", number)
         job._supervisor.roster.entries[rank] = Entry(rank, returned=body)
@@ -327,9 +333,7 @@ class Silent:
 
 
 def test_result_says_how_many_records_are_missing() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     job._supervisor.overview.dropped_records = 7
     job.stop()
     assert job.wait().dropped_records == 7
@@ -337,8 +341,7 @@ def test_result_says_how_many_records_are_missing() -> None:
 
 def test_result_shows_what_functions_returned_in_a_short_line() -> None:
     returns = {rank: {"weights": torch.ones(1000), "text": "x" * 1000} for rank in range(100)}
-    job = Job(Plan(0, 0, ConsistencySpec("Async")), HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched(servers=0)
     job.stop()
     shown = repr(dataclasses.replace(job.wait(), returns=returns))
     assert "returns={0: {'text': 'xxx" in shown
@@ -347,9 +350,7 @@ def test_result_shows_what_functions_returned_in_a_short_line() -> None:
 
 
 def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     told = ((0, 6, 3, 2), (1, 5, 0, 0))
     report = GroupReport("m", 12, ((0, 6),), 1, told, policy="Async", dropped=((1, 4),))
     job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
@@ -378,9 +379,7 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
 def test_result_of_gradients_that_were_all_left_out_warns_once(
     policy: str, version: int, skipped: int, staleness: Any, dropped: Any, words: str | None
 ) -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     report = GroupReport("m", version, (), skipped, staleness, policy=policy, dropped=dropped)
     job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
     job.stop()
@@ -395,9 +394,7 @@ def test_result_of_gradients_that_were_all_left_out_warns_once(
 
 def test_result_tells_how_large_tables_were() -> None:
     names = ("users", "users (labels)")
-    plan = Plan(servers=2, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched(servers=2)
     job._supervisor.attempt.kept.beats = [
         ServerBeat(n, tuple(GroupReport(name, 4, (), 0, (), table=of) for name in names))
         for n, of in enumerate([TableReport(10, 99, 1, 12), TableReport(11, 99, 1, 12)])
@@ -417,9 +414,7 @@ def test_result_tells_how_large_tables_were() -> None:
 
 
 def test_snapshots_of_a_stopped_run_that_has_a_table_only_name_what_is_missing() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     table = GroupReport("users", 4, (), 0, (), table=TableReport(10, 99, 1, 12))
     job._supervisor.attempt.kept.beats, job._supervisor.attempt.kept.values = (
         [ServerBeat(0, (table,))],
@@ -437,9 +432,7 @@ def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
 
 
 def test_result_restart_has_the_clock_of_its_own_successor() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     job.stop()
     rank = Key("worker", 1)
     there = msgspec.msgpack.encode(Resumed(2, 5, 1))
@@ -457,9 +450,7 @@ def test_result_restart_has_the_clock_of_its_own_successor() -> None:
 
 
 def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     told = {"frozen": np.zeros(1), "unfrozen": np.zeros(1)}
     for number in range(2):
         body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
@@ -476,9 +467,7 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
 
 
 def test_extra_state_is_unpickled_once_for_all_snapshots() -> None:
-    plan = Plan(servers=1, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
-    job.launch()
+    job = launched()
     told = job._supervisor.extra_states
     told["model"] = cloudpickle.dumps({"frozen": np.zeros(1), "_extra_state": {"scale": [1.0]}})
     first, second = job._extra_state("model"), job._extra_state("model")
