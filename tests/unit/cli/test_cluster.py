@@ -56,42 +56,37 @@ def test_token_without_a_path_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_serve_wrong_option_is_named() -> None:
+    given = ("--bind", "x:1", "--token-file", "t")
+    for arguments, text in (
         (("--bind", "127.0.0.1:0"), "--token-file"),
         (("--token-file", "t"), "--bind"),
-        (("--bind", "x:1", "--token-file", "t", "--servers", "0"), "--servers"),
-        (("--bind", "x:1", "--token-file", "t", "--consistency", "eventual"), "--consistency"),
-        (("--bind", "x:1", "--token-file", "t", "--rules", "no_such:Rule"), "no_such"),
-        (("--bind", "x:1", "--token-file", "t", "--rules", "json"), "MODULE:NAME"),
-        (("--bind", "x:1", "--token-file", "t", "--tls-key", __file__), "--tls-certificate"),
-        (("--bind", "x:1", "--token-file", "t", "--restart", "0"), "--restart"),
-    ],
-)
-def test_serve_wrong_option_is_named(arguments: tuple[str, ...], text: str) -> None:
-    told = call("serve", *arguments)
-    assert told.exit_code == 2
-    assert text in told.output
+        ((*given, "--servers", "0"), "--servers"),
+        ((*given, "--consistency", "eventual"), "--consistency"),
+        ((*given, "--rules", "no_such:Rule"), "no_such"),
+        ((*given, "--rules", "json"), "MODULE:NAME"),
+        ((*given, "--tls-key", __file__), "--tls-certificate"),
+        ((*given, "--restart", "0"), "--restart"),
+    ):
+        done = call("serve", *arguments)
+        assert done.exit_code == 2, arguments
+        assert text in done.output
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_serve_options_that_do_not_fit_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("token", path := str(tmp_path / "token"))
+    for options, text in (
         (("--until-done",), "number of workers"),
         (("--timeout", "5"), "until_done"),
         (("--metrics-port", "0", "--join", "127.0.0.1:1"), "report_to"),
         (("--heartbeat-s", "2", "--stall-s", "1"), "heartbeat_s"),
         (("--rules", "os:path"), "takes classes"),
         (("--advertise", "name:77"), "a host without a port"),
-    ],
-)
-def test_serve_options_that_do_not_fit_exit_with_2(
-    options: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call("token", path := str(tmp_path / "token"))
-    assert main(["serve", "--bind", "127.0.0.1:0", "--token-file", path, *options]) == 2
-    assert text in capsys.readouterr().err
+    ):
+        assert main(["serve", "--bind", "127.0.0.1:0", "--token-file", path, *options]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_serve_without_a_port_says_only_that(

@@ -49,30 +49,27 @@ W = {"w": np.ones(2)}
 @pytest.mark.parametrize(
     ("ended_by", "status"), [(None, 0), (KeyboardInterrupt, INTERRUPTED), (WorkerFailed, 1)]
 )
-@pytest.mark.parametrize(
-    ("values", "keys"),
-    [
-        ({"model": W, "other": W}, {"w"}),
-        ({"default": W}, {"w"}),
-        ({"actor": W, "critic": W}, {"actor", "critic"}),
-    ],
-)
 def test_model_is_written_however_the_run_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     ended_by: type[BaseException] | None,
     status: int,
-    values: dict[str, Any],
-    keys: set[str],
 ) -> None:
-    monkeypatch.setattr(launch, "run", runs_to(values, ended_by))
-    assert run_saving(out := tmp_path / "model.pt") == status
-    assert set(torch.load(out, weights_only=True)) == keys
-    shown, told = capsys.readouterr()
-    assert (f"are in {out}" in shown) is (ended_by is None)
-    assert ("model.pt has the model as it was" in told) is (ended_by is not None)
-    assert ("WorkerFailed: worker 1 raised" in told) is (ended_by is WorkerFailed)
+    for values, keys in (
+        ({"model": W, "other": W}, {"w"}),
+        ({"default": W}, {"w"}),
+        ({"actor": W, "critic": W}, {"actor", "critic"}),
+    ):
+        out = tmp_path / "model.pt"
+        monkeypatch.setattr(launch, "run", runs_to(values, ended_by))
+        assert run_saving(out) == status
+        assert set(torch.load(out, weights_only=True)) == keys
+        shown, told = capsys.readouterr()
+        assert (f"are in {out}" in shown) is (ended_by is None)
+        assert ("model.pt has the model as it was" in told) is (ended_by is not None)
+        assert ("WorkerFailed: worker 1 raised" in told) is (ended_by is WorkerFailed)
+        out.unlink()
 
 
 def test_warning_about_no_line_of_the_user_is_one_line(
@@ -156,8 +153,9 @@ def test_save_without_torch_is_refused_before_the_start(
     assert "pip install 'paramserve[torch]'" in told
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-@pytest.mark.parametrize("lost", ["its folder", "the present folder, too"])
+@pytest.mark.parametrize(
+    ("lost", "interrupted"), [("its folder", True), ("the present folder, too", False)]
+)
 def test_model_that_cannot_be_written_at_the_end_is_written_elsewhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -213,31 +211,25 @@ def test_full_disk_is_told_as_such_and_leaves_no_part_of_a_file(
     assert path.read_text() == "of before"
 
 
-@pytest.mark.parametrize(
-    ("values", "why", "ended_by", "status"),
-    [
-        ({}, "has defined no values", None, 1),
-        ({}, "has defined no values", KeyboardInterrupt, INTERRUPTED),
-        ({}, "has defined no values", WorkerFailed, 1),
-        (None, "could not be read", KeyboardInterrupt, INTERRUPTED),
-        (None, "could not be read", WorkerFailed, 1),
-    ],
-)
+NO_VALUES: list[tuple[dict[str, Any] | None, str, type[BaseException] | None, int]] = [
+    ({}, "has defined no values", None, 1),
+    ({}, "has defined no values", KeyboardInterrupt, INTERRUPTED),
+    ({}, "has defined no values", WorkerFailed, 1),
+    (None, "could not be read", KeyboardInterrupt, INTERRUPTED),
+    (None, "could not be read", WorkerFailed, 1),
+]
+
+
 def test_run_without_values_writes_no_file_and_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    values: dict[str, Any] | None,
-    why: str,
-    ended_by: type[BaseException] | None,
-    status: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "run", runs_to(values, ended_by))
-    assert run_saving(out := tmp_path / "model.pt") == status
-    told = capsys.readouterr().err
-    assert "model.pt was not written" in told
-    assert why in told
-    assert not out.exists()
+    for values, why, ended_by, status in NO_VALUES:
+        monkeypatch.setattr(launch, "run", runs_to(values, ended_by))
+        assert run_saving(out := tmp_path / "model.pt") == status
+        told = capsys.readouterr().err
+        assert "model.pt was not written" in told
+        assert why in told
+        assert not out.exists()
 
 
 def test_model_that_cannot_be_written_does_not_hide_why_the_run_failed(

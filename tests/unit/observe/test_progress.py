@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paramserve.errors import ServerGone
 from paramserve.observe import Progress
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
@@ -14,23 +16,41 @@ def at(seconds: float, steps: int, state: str = "running", **metrics: float) -> 
     return RunStatus(state, seconds, {0: "running", 1: "running"}, {"model": group}, metrics)
 
 
-def test_line_tells_speed_loss_and_staleness() -> None:
-    progress = Progress()
-    progress.line(at(1.0, 100))
-    line = progress.line(at(2.0, 400, loss=0.25))
-    assert "2/2 workers" in line
-    assert "300 steps/s" in line
-    assert "loss 0.25" in line
-    assert "staleness 0.8 (max 3)" in line
+STALE = {rank: Staleness(5, rank / 2, rank) for rank in range(3)}
+UNDER_ASYNC = GroupStatus(
+    9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", "Sync from clock 7", STALE, {2: 1000, 3: 1}, 4
+)
 
 
-def test_line_of_80_columns_has_metrics_and_speed() -> None:
-    progress = Progress()
-    progress.line(at(75.0, 40_000))
-    line = progress.line(at(76.0, 41_234, loss=0.02517))
-    for part in ("loss 0.02517", "41,234 steps", "1,234 steps/s"):
-        assert part in line[:80]
-    assert line.endswith("  staleness 0.8 (max 3)")
+def test_lines_are_these() -> None:
+    """What was logged and the speed come first, where 80 columns have room; staleness last."""
+    sent = {
+        0: SentStatus(6_000_000, 24_000_000, 0.5, 500_000, 12_000_000),
+        1: SentStatus(6_300_000, 24_000_000, 0.25),
+    }
+    group = replace(UNDER_ASYNC, steps=41_234, skipped=1234, sent_by_rank=sent)
+    table = TableStatus(1_234_567, 310_000_000, 1_300_000, 65_433, 0)
+    keyed = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), "Sync", table=table)
+    workers, progress = {0: "running", 1: "running"}, Progress()
+    first = RunStatus("starting", 0.1, {0: "starting"}, {}, {})
+    assert progress.line(first) == "   0.1 s  0/1 workers  starting"
+    assert progress.line(at(75.0, 40_000)) == (
+        "  75.0 s  2/2 workers  model: 40,000 steps  staleness 0.8 (max 3)"
+    )
+    now = RunStatus("running", 76.0, workers, {"model": group, "users": keyed}, {"loss": 0.02517})
+    assert progress.line(now) == (
+        "  76.0 s  2/2 workers  loss 0.02517  model (Async): 41,234 steps  1,234 steps/s  "
+        "1,234 skipped  1,001 dropped  4 buffered  sent 12.3 MB of 48.0 MB  "
+        "read 500.0 KB of 12.0 MB  Sync from clock 7  staleness 0.5 (max 2)  "
+        "users (Sync): 9 steps  1,234,567 rows (310.0 MB)  65,433 evicted  staleness 0.5 (max 2)"
+    )
+    by_worker = "0: 0.0 (max 0), 1: 0.5 (max 1), 2: 1.0 (max 2) 1,000 dropped, 3: - 1 dropped"
+    assert progress.by_worker(now) == "model, staleness by worker: " + by_worker
+    many = replace(group, staleness_by_rank=dict.fromkeys(range(20), STALE[2]), dropped_by_rank={})
+    said = progress.by_worker(RunStatus("running", 1.0, workers, {"model": many}, {}))
+    assert said.endswith("15: 1.0 (max 2), and 4 more")
+    fresh = replace(UNDER_ASYNC, staleness_by_rank={0: STALE[0]}, dropped_by_rank={})
+    assert progress.by_worker(RunStatus("running", 1.0, workers, {"model": fresh}, {})) == ""
 
 
 def test_line_that_a_terminal_has_no_room_for_goes_on_in_the_next_with_whole_parts() -> None:
@@ -42,29 +62,6 @@ def test_line_that_a_terminal_has_no_room_for_goes_on_in_the_next_with_whole_par
     assert "  ".join(part.removeprefix(INDENT) for part in folded) == line
     assert "val_accuracy 0.1235" in folded[1]
     assert len(fold(line, 1)) == line.count("  ") - line[:6].count("  ") + 1, "never within a part"
-
-
-def test_line_tells_skipped_and_dropped_before_staleness() -> None:
-    group = GroupStatus(9, 3, 9, 7, Staleness(9, 0.5, 2), "Async", "", {}, {2: 5})
-    line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
-    assert line.endswith("7 skipped  5 dropped  staleness 0.5 (max 2)")
-
-
-def test_line_tells_how_much_was_sent_of_what_there_was() -> None:
-    first = SentStatus(6_000_000, 24_000_000, 0.5, 500_000, 12_000_000)
-    sent = {0: first, 1: SentStatus(6_300_000, 24_000_000, 0.25)}
-    group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), sent_by_rank=sent)
-    line = Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
-    assert line.endswith("sent 12.3 MB of 48.0 MB  read 500.0 KB of 12.0 MB  staleness 0.5 (max 2)")
-
-
-def test_line_speed_is_that_of_the_last_seconds() -> None:
-    progress = Progress()
-    for second in range(10):
-        progress.line(at(float(second), second * 1000))
-    for second in range(10, 20):
-        line = progress.line(at(float(second), 9000 + (second - 9) * 10))
-    assert " 10 steps/s" in line
 
 
 def test_line_speed_counts_anew_from_a_checkpoint() -> None:
@@ -91,59 +88,3 @@ def test_line_at_the_end_tells_the_speed_of_the_whole_run() -> None:
         line = progress.line(at(float(second), steps))
     line = progress.line(at(9.0, 400, "finished"))  # what came after the last step is left out
     assert " 150 steps/s" in line
-
-
-def test_line_speed_is_absent_until_it_is_known() -> None:
-    assert "steps/s" not in Progress().line(at(1.0, 100))
-
-
-def test_line_before_the_first_step_tells_the_state() -> None:
-    status = RunStatus("starting", 0.1, {0: "starting"}, {}, {})
-    assert "starting" in Progress().line(status)
-
-
-def test_line_tells_what_was_skipped() -> None:
-    group = GroupStatus(4, 2, 4, 1234, Staleness(4, 0.0, 0))
-    assert "1,234 skipped" in Progress().line(RunStatus("running", 1.0, {}, {"m": group}, {}))
-
-
-STALE = {rank: Staleness(5, rank / 2, rank) for rank in range(3)}
-UNDER_ASYNC = GroupStatus(
-    9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", "Sync from clock 7", STALE, {2: 1000, 3: 1}, 4
-)
-
-
-def test_line_tells_policy_dropped_and_buffered() -> None:
-    line = Progress().line(RunStatus("running", 1.0, {}, {"m": UNDER_ASYNC}, {}))
-    assert "m (Async): 9 steps" in line
-    for part in ("1,001 dropped", "4 buffered", "Sync from clock 7"):
-        assert part in line
-
-
-def test_line_tells_rows_and_memory_of_a_table() -> None:
-    table = TableStatus(1_234_567, 310_000_000, 1_300_000, 65_433, 0)
-    group = GroupStatus(9, 3, 9, 0, Staleness(9, 0.5, 2), "Async", table=table)
-    line = Progress().line(RunStatus("running", 1.0, {}, {"users": group}, {}))
-    assert "users (Async): 9 steps" in line
-    assert "9 steps  1,234,567 rows (310.0 MB)  65,433 evicted  staleness" in line
-
-
-def test_by_worker_tells_staleness_and_drops_of_each() -> None:
-    told = Progress().by_worker(RunStatus("running", 1.0, {}, {"m": UNDER_ASYNC}, {}))
-    expected = "0: 0.0 (max 0), 1: 0.5 (max 1), 2: 1.0 (max 2) 1,000 dropped, 3: - 1 dropped"
-    assert told == "m, staleness by worker: " + expected
-
-
-def test_by_worker_of_many_says_how_many_more() -> None:
-    stale = {rank: Staleness(1, 1.0, 1) for rank in range(20)}
-    group = GroupStatus(1, 1, 20, 0, Staleness(20, 1.0, 1), staleness_by_rank=stale)
-    told = Progress().by_worker(RunStatus("running", 1.0, {}, {"m": group}, {}))
-    assert "15: 1.0" in told
-    assert "16: " not in told
-    assert told.endswith("and 4 more")
-
-
-def test_by_worker_without_staleness_says_nothing() -> None:
-    stale = {rank: Staleness(5, 0.0, 0) for rank in range(3)}
-    group = GroupStatus(5, 5, 15, 0, Staleness(15, 0.0, 0), "Sync", staleness_by_rank=stale)
-    assert Progress().by_worker(RunStatus("running", 1.0, {}, {"m": group}, {})) == ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
 from paramserve.observe.checkpoints import CheckpointStatus
@@ -114,14 +114,13 @@ def test_codec_has_a_column_where_a_worker_encodes() -> None:
     assert row(lines, "0")[-2] == "12%"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("encoded_s", [0.0, 0.5])
-def test_rows_fit_the_terminal(width: int, encoded_s: float) -> None:
-    told = status(4.0, steps=12_345_678, encoded_s=encoded_s)
-    died = replace(told, workers={0: "retiring", 1: "dead"})
-    for lines in (drawn(told, width=width), drawn(died, width=width)):
-        assert max(map(len, lines)) <= width
-        assert not any("…" in line for line in lines)
+def test_rows_fit_the_terminal() -> None:
+    for width, encoded_s in itertools.product((80, 120), (0.0, 0.5)):
+        whole = status(4.0, steps=12_345_678, encoded_s=encoded_s)
+        died = replace(whole, workers={0: "retiring", 1: "dead"})
+        for lines in (drawn(whole, width=width), drawn(died, width=width)):
+            assert max(map(len, lines)) <= width
+            assert not any("…" in line for line in lines)
 
 
 def test_worker_that_died_keeps_its_row_without_a_speed() -> None:
@@ -167,8 +166,5 @@ def test_run_that_begins_has_its_workers() -> None:
     assert row(lines, "0")[:3] == ["0", "starting", "-"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(42.4, "42 s"), (420.0, "7 min"), (11_100.0, "3 h 05 min")]
-)
-def test_time_left_is_for_people(seconds: float, words: str) -> None:
-    assert in_time(seconds) == words
+def test_time_left_is_for_people() -> None:
+    assert [in_time(s) for s in (42.4, 420.0, 11_100.0)] == ["42 s", "7 min", "3 h 05 min"]
