@@ -1,9 +1,8 @@
-"""What `paramserve serve` logs, as lines for people and as JSON."""
+"""What `paramserve serve` logs as JSON; `test_serving` reads the lines for people."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,6 @@ import paramserve as ps
 from paramserve.cluster_log import ClusterLog
 from paramserve.errors import NotAuthenticated, RankTaken, ServerGone
 from paramserve.messages import Member, Members
-
-
-def test_serve_says_who_comes_is_refused_and_leaves(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text(secrets.token_hex(32))
-    options = ("--bind", "127.0.0.1:0", "--token-file", str(token), "--workers", "1")
-    with subprocess.Popen(
-        [*COMMAND, "serve", *options, "--until-done"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().rpartition(" ")[2].strip()
-            with ps.connect(address, rank=0, token_file=token), pytest.raises(RankTaken):
-                ps.connect(address, rank=0, token_file=token)
-            _, told = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    lines = [line.partition(" paramserve: ")[2] for line in told.splitlines()]
-    serving = f"serving shard 0 of 1 at {address}"
-    assert sorted(lines[:2]) == [serving, "the server is there: workers may come"]
-    assert lines[2] == "rank 0 has come"
-    assert lines[3].startswith("refused: rank 0 is taken by a live worker")
-    done = "all workers have left: the cluster ends, as until_done asks"
-    assert lines[4:] == ["rank 0 has left", done, "ended in order"]
 
 
 def test_log_tells_deaths_returns_and_who_never_came(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,12 +85,19 @@ def test_serve_log_json_is_one_object_a_line(tmp_path: Path) -> None:
         "ended",
     ]
     by_event = {line["event"]: line for line in lines}
+    said = {name: line["message"] for name, line in by_event.items()}
+    assert said["servers-complete"] == "the server is there: workers may come"
+    assert said["serving"] == f"serving shard 0 of 1 at {address}"
+    assert said["worker-joined"] == "rank 0 has come"
+    assert said["request-refused"].startswith("refused: rank 0 is taken by a live worker")
+    assert said["worker-left"] == "rank 0 has left"
+    assert said["done"] == "all workers have left: the cluster ends, as until_done asks"
+    assert said["ended"] == "ended in order"
     serving, refused = by_event["serving"], by_event["request-refused"]
     assert (serving["role"], serving["server"], serving["address"]) == ("server", 0, address)
     assert (refused["level"], refused["error"]) == ("warning", "RankTaken")
     joined = by_event["worker-joined"]
     assert (joined["role"], joined["rank"], joined["level"]) == ("coordinator", 0, "info")
-    assert joined["message"] == "rank 0 has come"
     assert by_event["peer-refused"]["peer"] == "127.0.0.1"
     assert Path(token).read_text().strip() not in told
 
