@@ -61,12 +61,11 @@ class Pair:
 MakePair = Callable[..., Pair]
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def make_pair(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> MakePair:
+@pytest.fixture
+def make_pair(make_cluster: MakeCluster, shards: int) -> MakePair:
     def make(policy: Policy, *, restart_s: float = 30.0) -> Pair:
         return Pair(
             make_cluster(
-                request.param,
                 servers=shards,
                 workers=2,
                 policy=policy,

@@ -29,9 +29,9 @@ Step = Callable[[Client], None]
 Made = Callable[[int], RoleCluster]
 
 
-@pytest.fixture(params=[1, 2], ids=["1 server", "2 servers"])
-def make(request: pytest.FixtureRequest, make_cluster: MakeCluster) -> Made:
-    return lambda workers: make_cluster("unix", servers=request.param, workers=workers, policy=SYNC)
+@pytest.fixture
+def make(make_cluster: MakeCluster) -> Made:
+    return lambda workers: make_cluster("unix", servers=2, workers=workers, policy=SYNC)
 
 
 def define(client: Client) -> Client:
@@ -44,17 +44,6 @@ def define(client: Client) -> Client:
 def tables(client: Client) -> None:
     """A step of two tables."""
     client.push_tables([TablePush(client.table(name), [1], ROW) for name in NAMES]).result()
-
-
-def dense(client: Client) -> None:
-    """A step of a table and of dense values."""
-    block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
-    slot = client.dense.gradient_slot(block)
-    slot[:] = 1.0
-    push = TablePush(client.table("words"), [1], ROW)
-    ticket = client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=[push])
-    ticket.result()
-    ticket.release()
 
 
 def three(client: Client) -> None:
@@ -83,7 +72,7 @@ def ahead(client: Client) -> None:
 
 
 def apart(client: Client) -> None:
-    """As `dense`, in a call for each group: first the dense values, although tables go first where
+    """As `three`, in a call for each group: first the dense values, although tables go first where
     one call has both."""
     block = next(b for b in client.connection.exchange.blocks.values() if b.group_name == "default")
     slot = client.dense.gradient_slot(block)
@@ -100,7 +89,6 @@ AHEAD: WeakKeyDictionary[Client, Ticket] = WeakKeyDictionary()
 GROUPS: dict[Step, Sequence[str]] = {
     tables: NAMES,
     ahead: NAMES,
-    dense: ("words", "default"),
     apart: ("default", *NAMES),
     three: (*NAMES, "default"),
 }
@@ -151,31 +139,15 @@ def trained(guest: Client, others: Sequence[Client], step: Step) -> None:
 
 
 @pytest.mark.parametrize("step", GROUPS)
-@pytest.mark.parametrize("rests", [0, 1])
-def test_worker_that_rested_in_two_groups_steps_in_both_again(
-    make: Made, step: Step, rests: int
+@pytest.mark.parametrize(("servers", "rests"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+def test_worker_that_rested_in_all_groups_steps_in_them_again(
+    make_cluster: MakeCluster, servers: int, step: Step, rests: int
 ) -> None:
-    cluster = make(2)
+    cluster = make_cluster("unix", servers=servers, workers=2, policy=SYNC)
     clients = [define(cluster.client(rank)) for rank in range(2)]
     for group in GROUPS[step]:
         clients[rests].rest(group)
     trained(clients[rests], [clients[1 - rests]], step)
-
-
-@pytest.mark.parametrize("rests", range(2))
-def test_worker_that_rested_in_one_of_two_groups_steps_in_both_again(
-    make: Made, rests: int
-) -> None:
-    """The others go on with the group where it is waited for by its empty steps there."""
-    cluster = make(2)
-    other, resting = (define(cluster.client(rank)) for rank in range(2))
-    resting.rest(NAMES[rests])
-    with others_step(other, tables) as made:
-        for _ in range(STEPS):
-            tables(resting)
-        for name in NAMES:
-            resting.rest(name)
-    assert other.table(NAMES[rests]).pull([1]).tolist() == [[made[0] + STEPS] * 2]
 
 
 ALL = ("words", "films", "default")
@@ -270,7 +242,7 @@ def test_group_where_nobody_steps_the_others_is_entered_as_well(make: Made, own:
     assert guest.table(NAMES[1]).pull([1]).tolist() == [[3 * STEPS + made[0]] * 2]
 
 
-@pytest.mark.parametrize("step", [tables, dense, apart])
+@pytest.mark.parametrize("step", [three, apart])
 def test_workers_that_come_late_step_in_both_groups(make: Made, step: Step) -> None:
     """Two at once: each of them may be in a group already while the other one is not."""
     cluster = make(1)
