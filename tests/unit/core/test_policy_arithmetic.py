@@ -95,7 +95,10 @@ def per_case(cases: Iterable[tuple[Policy, dict[str, Any]]]) -> Any:
     )
 
 
-each_rule = pytest.mark.parametrize("rule", RULES)
+each_rule_in_a_dtype = pytest.mark.parametrize(
+    ("rule", "dtype"), [(rule, DTYPES[number % 2]) for number, rule in enumerate(RULES)]
+)
+"""That each is torch's in both is proved in `tests/unit/rules`."""
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -198,8 +201,7 @@ def record(policy: Policy, rule: str, dtype: str, *, leaves: bool = True) -> Rec
     return found
 
 
-@each_dtype
-@each_rule
+@each_rule_in_a_dtype
 @per_case(ASYNC)
 def test_async_policies_apply_what_the_reference_does(
     policy: Policy, options: dict[str, Any], rule: str, dtype: str
@@ -208,14 +210,15 @@ def test_async_policies_apply_what_the_reference_does(
     found.equal(asynchronous(found.first, found.schedule, RULES[rule][1](), **options))
 
 
-@each_dtype
-@each_rule
+@each_rule_in_a_dtype
 @per_case(BUFFERED)
 def test_buffered_applies_what_the_reference_does(
     policy: Policy, options: dict[str, Any], rule: str, dtype: str
 ) -> None:
     found = record(policy, rule, dtype)
+    found.push(found.there[0], read=False)  # before it, none is left over of 4 or of 5
     before = found.value()
+    assert found.rig.shards[0].report()[0].buffered == (options["size"] > 1)
     for rank in list(found.there):
         found.leave(rank)
     found.equal(buffered(found.first, found.schedule, RULES[rule][1](), **options))
@@ -223,8 +226,7 @@ def test_buffered_applies_what_the_reference_does(
     assert (found.value() != before).any() == (left > 0)  # the remainder
 
 
-@each_dtype
-@each_rule
+@each_rule_in_a_dtype
 @per_case(SYNC)
 def test_sync_applies_what_the_reference_does(
     policy: Policy, options: dict[str, Any], rule: str, dtype: str
