@@ -61,10 +61,8 @@ POLICIES: list[Policy] = [
     Async(damping=halves),
     BoundedStaleness(0),
     BoundedStaleness(4, on_nonfinite="skip"),
-    DelayCompensated(),
     DelayCompensated(lam=0.5),
     Buffered(1),
-    Buffered(3),
     Buffered(5, damping=Polynomial(1.0)),
     Buffered(2, damping=None),
     LocalSteps(every=4),
@@ -72,7 +70,6 @@ POLICIES: list[Policy] = [
     AsyncLocalSteps(every=4, outer=DelayedNesterov(pushes=2)),
     AsyncLocalSteps(every=2, outer=SGD(lr=0.5), drop_after=3, damping=Inverse(0.5)),
     ElasticAverage(rho=0.5),
-    ElasticAverage(rho=0.1, every=10),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
-from tests.unit.core.rig import Rig, block_spec, done, payload, refused
+from tests.unit.core.rig import Rig, block_spec, done, refused
 
 from paramserve.config import RuleSpec
 from paramserve.consistency.base import (
@@ -25,9 +25,7 @@ from paramserve.consistency.built_in import (
     Adaptive,
     Async,
     BoundedStaleness,
-    Buffered,
     DelayCompensated,
-    Inverse,
     Sync,
 )
 from paramserve.consistency.registry import spec
@@ -48,7 +46,6 @@ from paramserve.messages import (
     Switch,
     Waiting,
 )
-from paramserve.rules import SGD
 from paramserve.rules.base import PushInfo
 from paramserve.rules.torch_rule import TorchRule
 
@@ -125,12 +122,6 @@ def test_timeout_decides_with_those_who_came(shards: int) -> None:
     assert [one.value(shard=shard) for shard in range(shards)] == [[2.0]] * shards
 
 
-def test_timeout_is_the_shards_deadline_from_the_first_gradient_on() -> None:
-    one = rig(Sync(timeout_s=1.0))
-    one.now = 5.0
-    assert one.step(A, {0: [1.0]}).deadline == 6.0
-
-
 def test_adaptive_timeout_follows_the_median_of_late_steps() -> None:
     one = rig(Sync(reduce="sum", timeout_s=Adaptive(factor=2.0, least_s=0.01)))
     for clock in range(4):
@@ -168,56 +159,6 @@ def test_factor_of_a_worker_scales_its_gradients() -> None:
     assert "factor" in str(refused(one.step(C, {0: [1.0]}, factor=float("nan"))))
 
 
-def test_factor_in_sync_weighs_the_mean() -> None:
-    one = rig(Sync())
-    for client, factor in ((A, 1.0), (B, 1.0), (C, 2.0)):
-        one.step(client, {0: [float(client)]}, factor=factor)
-    assert one.value() == [(1.0 + 2.0 + 2 * 3.0) / 4]
-
-
-def test_buffer_applies_the_mean_of_each_three() -> None:
-    one = rig(Buffered(3, damping=None))
-    for client, gradient in ((A, 1.0), (B, 2.0)):
-        done(one.step(client, {0: [gradient]}))
-    assert one.value() == [0.0]
-    assert one.shards[0].report()[0].buffered == 2
-    assert payload(one.step(C, {0: [6.0]}, [0]))[0] == 3.0
-    assert one.shards[0].groups[0].state.version == 1
-
-
-def test_buffer_is_applied_when_the_last_worker_leaves() -> None:
-    one = rig(Buffered(5, damping=None))
-    done(one.step(A, {0: [1.0]}))
-    done(one.step(B, {0: [3.0]}))
-    for client in (A, B):
-        one.happen(ClientBye(client))
-    assert one.value() == [0.0]
-    one.happen(ClientBye(C))
-    assert one.value() == [2.0]
-
-
-def test_compensation_uses_the_values_that_this_worker_read() -> None:
-    one = rig(DelayCompensated(lam=0.5), rule=SGD(lr=1.0))
-    done(one.step(A, pull=[0], tick=False))
-    done(one.step(B, {0: [2.0]}, [0]))  # value -2, read by B
-    done(one.step(A, {0: [3.0]}, [0]))  # 3 + 0.5 * 9 * (-2 - 0) = -6
-    assert one.value() == [4.0]
-    done(one.step(B, {0: [1.0]}, base=1, clock=1))  # 1 + 0.5 * (4 - -2) = 4
-    assert one.value() == [0.0]
-    assert one.shards[0].report()[0].kept_bytes > 0
-
-
-def test_corrected_momentum_is_lowered_by_what_the_workers_bring() -> None:
-    one = rig(Async(momentum="corrected"), workers=2, rule=SGD(lr=1.0, momentum=0.9))
-    for clock in range(3):
-        push(one, A, clock)
-    total, momentum = 0.0, 0.0
-    for _ in range(3):
-        momentum = 0.4 * momentum + 1.0
-        total -= momentum
-    assert one.value() == pytest.approx([total])
-
-
 # --- a policy of a user's
 
 
@@ -246,15 +187,6 @@ def test_policy_with_a_wrong_answer_refuses_the_push_and_applies_nothing(answer:
     assert error.applied == "no"
     assert "Moody" in str(error)
     assert one.value() == [0.0]
-
-
-def nan(staleness: int) -> float:
-    return float("nan")
-
-
-def test_damping_that_returns_nan_is_refused() -> None:
-    one = rig(Async(damping=nan))
-    assert type(refused(one.step(A, {0: [1.0]}))).__name__ == "PolicyFailed"
 
 
 def test_policy_that_never_admits_leaves_the_pull_waiting_and_says_for_whom() -> None:
@@ -347,7 +279,7 @@ def test_copies_are_few_and_end_with_the_policy() -> None:
     for clock in range(20):
         done(one.step(A, {0: [1.0]}, clock=clock))
         done(one.step(B, pull=[0], tick=False))
-    assert one.shards[0].report()[0].kept_bytes <= 7 * 8
+    assert 0 < one.shards[0].report()[0].kept_bytes <= 7 * 8
     change(one, Async())
     for clock in range(30):
         push(one, B, clock)
@@ -520,31 +452,6 @@ def test_compensation_that_overflows_is_skipped_where_the_policy_says_so() -> No
     assert one.value() == [1.0]
     report = one.shards[0].report()[0]
     assert (report.skipped, report.marks, report.version) == (1, ((A, 1, 8),), 1)
-
-
-@dataclass(frozen=True)
-class Patient(Policy):
-    """Decides nothing about gradients."""
-
-
-def test_policy_that_only_waits_keeps_to_the_workers_factor() -> None:
-    one = rig(Patient())
-    push(one, A, factor=0.5)
-    assert one.value() == [0.5]
-
-
-def test_damping_scales_the_learning_rate_and_not_the_gradient() -> None:
-    one = rig(Async(damping=Inverse(1.0)), workers=2, rule=SGD(lr=1.0, momentum=0.5))
-    push(one, A)  # momentum 1, value -1
-    push(one, B)  # staleness 1: momentum 1.5, step 0.5 * 1.5
-    assert one.value() == [-1.75]
-
-
-def test_damping_of_a_rule_without_learning_rate_scales_the_gradient() -> None:
-    one = rig(Async(damping=Inverse(1.0)), workers=2)
-    push(one, A)
-    push(one, B)
-    assert one.value() == [1.5]
 
 
 def test_corrected_momentum_knows_the_name_that_torchs_rules_give_it() -> None:
