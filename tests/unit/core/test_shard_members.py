@@ -26,7 +26,6 @@ from paramserve.messages import (
     Commit,
     CutAt,
     Define,
-    Done,
     GroupReport,
     Inquire,
     JoinGroup,
@@ -95,19 +94,6 @@ def test_rank_that_had_ended_joins_the_clock_under_way() -> None:
     assert one.step(SECOND, {0: [1.0]}).replies == []
     assert len(one.step(OTHER, {0: [1.0]}).replies) == 2
     assert one.value() == [2.0]
-
-
-def test_joiner_in_sync_is_waited_for_from_the_clock_under_way() -> None:
-    one = rig(Sync(reduce="sum"))
-    one.join(8, 7)
-    one.step(FIRST, {0: [1.0]})
-    one.step(OTHER, {0: [1.0]})
-    assert one.value() == [2.0], "no clock waits for a rank that has not joined"
-    assert done(one.send(8, JoinGroup(0, 0))).at == 1, "the clock with which it goes on"
-    one.step(FIRST, {0: [1.0]}, clock=1)
-    assert one.step(OTHER, {0: [1.0]}, clock=1).replies == [], "it is waited for"
-    assert len(one.step(8, {0: [1.0]}, clock=1).replies) == 3
-    assert one.value() == [5.0]
 
 
 def test_join_that_reached_the_lead_holds_for_all_shards() -> None:
@@ -294,19 +280,6 @@ def test_client_without_a_rank_cannot_join() -> None:
     assert type(refused(one.send(9, JoinGroup(0, 0)))).__name__ == "NotAMember"
 
 
-def test_joiner_in_async_begins_at_the_slowest_clock() -> None:
-    one = rig(BoundedStaleness(0))
-    for clock in range(2):
-        one.step(FIRST, {0: [1.0]}, clock=clock)
-        one.step(OTHER, {0: [1.0]}, clock=clock)
-    one.step(FIRST, {0: [1.0]}, clock=2)
-    one.join(8, 7)
-    assert done(one.send(8, JoinGroup(0, 0))).at == 2
-    one.step(OTHER, {0: [1.0]}, clock=2)
-    assert one.step(FIRST, pull=[0], clock=3, tick=False).replies == [], "for the joiner"
-    assert len(one.step(8, {0: [1.0]}, clock=2).replies) == 2
-
-
 def test_joiner_begins_on_all_shards_where_the_lead_has_said() -> None:
     """Though the others are further on one of them, behind the step with which it joins."""
     one = Rig(BoundedStaleness(1), shards=2, workers=1)
@@ -332,22 +305,6 @@ def test_step_of_a_rank_that_has_not_joined_changes_nothing() -> None:
     assert one.shards[0].report()[0].dropped == ((7, 1),)
 
 
-def test_suspended_rank_is_not_waited_for_until_it_joins_again() -> None:
-    one = rig(Sync(reduce="sum"))
-    assert one.step(FIRST, {0: [1.0]}).replies == []
-    assert len(one.send(OTHER, SuspendMembership(0, 0)).replies) == 2, (
-        "the clock waited for it only"
-    )
-    one.step(FIRST, {0: [1.0]}, clock=1)
-    assert one.value() == [2.0]
-    assert done(one.step(OTHER, pull=[0], tick=False)).at == -1, "a read ends nothing"
-    assert done(one.send(OTHER, JoinGroup(0, 0))).at == 2
-    one.step(OTHER, {0: [1.0]}, clock=2)
-    one.step(FIRST, {0: [1.0]}, clock=2)
-    assert one.value() == [4.0]
-    assert one.step(FIRST, {0: [1.0]}, clock=3).replies == [], "it is waited for again"
-
-
 def test_worker_that_says_goodbye_is_waited_for_no_more() -> None:
     one = rig(Sync(reduce="sum"))
     one.step(FIRST, {0: [1.0]})
@@ -355,16 +312,6 @@ def test_worker_that_says_goodbye_is_waited_for_no_more() -> None:
     assert one.value() == [1.0]
     one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "live")))
     assert one.shards[0].sessions.live() == [0], "older news do not bring it back"
-
-
-def test_retiring_worker_is_told_with_each_answer_and_still_counts() -> None:
-    one = rig(Sync(reduce="sum"))
-    one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "retiring")))
-    one.step(FIRST, {0: [1.0]})
-    one.step(OTHER, {0: [1.0]})
-    assert one.answers(OTHER)[-1].retire
-    assert not one.answers(FIRST)[-1].retire
-    assert one.value() == [2.0]
 
 
 def test_fenced_session_is_forgotten_when_its_connection_has_been_gone_for_long() -> None:
@@ -398,40 +345,6 @@ def test_fenced_reader_of_a_clock_is_told_that_nothing_was_applied() -> None:
     told = one.answers(FIRST)[-1]
     assert isinstance(told, Refused)
     assert told.applied == "no"
-
-
-def test_fenced_worker_whose_gradient_is_collected_hears_of_its_commit() -> None:
-    one = rig(Sync(reduce="sum"))
-    one.step(FIRST, {0: [1.0]})
-    one.step(FIRST, {0: [5.0]}, clock=1)
-    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    assert one.answers(FIRST) == []
-    one.step(OTHER, {0: [1.0]})
-    collected, queued = one.answers(FIRST)
-    assert isinstance(collected, Done)
-    assert isinstance(queued, Refused)
-    assert queued.kind == "WorkerFenced"
-    assert one.value() == [2.0], "what was collected before its death counts"
-
-
-def test_death_of_the_slowest_lets_the_others_go_on() -> None:
-    one = rig(Sync(reduce="sum"))
-    assert one.step(OTHER, {0: [1.0]}).replies == []
-    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    assert isinstance(one.answers(OTHER)[-1], Done)
-    assert one.value() == [1.0]
-    assert len(one.step(OTHER, {0: [1.0]}, clock=1).replies) == 1
-
-
-def test_rank_that_comes_back_starts_at_the_clock_of_the_slowest() -> None:
-    one = rig()
-    for clock in range(3):
-        one.step(OTHER, clock=clock)
-    one.step(FIRST)
-    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    one.join(SECOND, 0, incarnation=2)
-    one.send(SECOND, JoinGroup(0, 0))
-    assert one.shards[0].report()[0].clocks == ((0, 3), (1, 3))
 
 
 def test_rank_that_comes_back_is_not_behind_the_clock_that_it_had() -> None:
@@ -500,41 +413,6 @@ def resent(one: Rig) -> list[float]:
     for shard in (0, 1):
         one.happen(DeadlineReached(), shard)
     return values(one)
-
-
-def test_restarting_rank_is_waited_for_until_it_is_dead() -> None:
-    one = rig(SUM)
-    one.tell(one.members((FIRST, 1, "restarting"), (OTHER, 1, "live")))
-    assert one.shards[0].sessions.live() == [0, 1]
-    assert one.step(OTHER, {0: [1.0]}).replies == []
-    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
-    assert isinstance(one.answers(OTHER)[-1], Done)
-
-
-def test_restart_with_the_step_on_one_shard_brings_it_again_to_all() -> None:
-    one = pair()
-    one.step(FIRST, {0: [1.0]}, shard=0)
-    assert restart(one) == 0
-    both(one, SECOND, 1.0)
-    told = one.answers(FIRST)[-1]
-    assert isinstance(told, Refused)
-    assert (told.kind, told.applied) == ("WorkerFenced", "no")
-    both(one, OTHER, 10.0)
-    assert values(one) == [11.0, 11.0]
-    assert [answer.skipped for answer in one.answers(SECOND)] == [False, False]
-
-
-def test_restart_with_the_step_on_all_shards_goes_on_behind_it() -> None:
-    one = pair()
-    both(one, FIRST, 1.0)
-    assert restart(one) == 1
-    both(one, SECOND, 2.0, clock=1)
-    assert one.answers(SECOND) == [], "its clock has not begun"
-    both(one, OTHER, 10.0)
-    assert values(one) == [11.0, 11.0]
-    both(one, OTHER, 20.0, clock=1)
-    assert values(one) == [33.0, 33.0]
-    assert [answer.skipped for answer in one.answers(SECOND)] == [False, False]
 
 
 def test_restart_where_one_shard_has_decided_already_goes_on_behind_it() -> None:

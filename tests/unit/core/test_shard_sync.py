@@ -207,13 +207,6 @@ def test_pipelined_steps_follow_clock_by_clock() -> None:
     assert [reply.clock for reply in one.answers(A)[1:]] == [1, 2, 3]
 
 
-def test_mean_weighs_the_workers() -> None:
-    one = rig(Sync(reduce="mean"), shards=1)
-    one.step(A, {0: [1.0, 1.0]}, weight=1.0)
-    one.step(B, {0: [5.0, 5.0]}, weight=3.0)
-    assert one.value() == [4.0, 4.0]
-
-
 def test_worker_without_a_gradient_ticks_along() -> None:
     one = rig(shards=1)
     one.step(A, {0: [1.0, 1.0]})
@@ -244,17 +237,6 @@ def test_different_pieces_are_summed_where_they_are() -> None:
 # --- what is decided for all
 
 
-def test_skip_of_one_worker_skips_all_shards_alike() -> None:
-    one = rig()
-    both(one, A, 1.0)
-    for shard in (0, 1):
-        one.step(B, shard=shard, skip=True)
-    one.deliver()
-    assert values(one) == ([0.0], [0.0])
-    assert [shard.report()[0].skipped for shard in one.shards] == [1, 1]
-    assert all(reply.skipped for reply in one.answers(A)[2:])
-
-
 @pytest.mark.parametrize("on_nonfinite", ["refuse", "skip"])
 def test_nan_on_one_shard_counts_on_all(on_nonfinite: Any) -> None:
     one = rig(Sync(reduce="sum", on_nonfinite=on_nonfinite))
@@ -275,29 +257,6 @@ def test_nan_on_one_shard_counts_on_all(on_nonfinite: Any) -> None:
     both(one, B, 1.0, clock=1)
     one.deliver()
     assert values(one) == ([2.0], [2.0])
-
-
-def test_different_hyper_parameters_are_refused_for_all() -> None:
-    one = rig(rule=SGD(lr=1.0))
-    both(one, A, 1.0, hyper=SGD(lr=0.1).hyper())
-    both(one, B, 1.0, hyper=SGD(lr=0.2).hyper())
-    one.deliver()
-    assert values(one) == ([0.0], [0.0])
-    for client in (A, B):
-        kinds = [r.kind for r in one.answers(client) if isinstance(r, Refused)]
-        assert kinds == ["HyperMismatch", "HyperMismatch"]
-
-
-def test_clipping_goes_by_the_norm_over_all_shards() -> None:
-    one = rig()
-    one.define(A, block_spec((1,), number=1, cuts=(0, 1, 1)))
-    one.step(A, {0: [3.0]}, shard=0, clip_norm=1.0)
-    one.step(A, {0: [4.0]}, shard=1, clip_norm=1.0)
-    one.step(B, shard=0)
-    one.step(B, shard=1)
-    one.deliver()
-    assert one.value(0, 0) == pytest.approx([0.6], rel=1e-6)
-    assert one.value(0, 1) == pytest.approx([0.8], rel=1e-6)
 
 
 # --- lost, repeated and late messages
@@ -358,20 +317,6 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
             assert (effects.replies, effects.peers) == ([], [])
     one.happen(FromShard(Vote(0, 0, 0, (A,), True, False, 1.0, 0)), 1)
     assert one.wire == [], "only the lead takes what is ready"
-
-
-def test_worker_that_died_between_two_shards_is_left_out() -> None:
-    one = rig()
-    both(one, A, 1.0)
-    one.step(B, {0: [5.0]}, shard=1)
-    one.deliver()
-    one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
-    one.deliver()
-    assert values(one) == ([1.0], [1.0])
-    assert committed(one) == [1, 1]
-    told = one.answers(B)[-1]
-    assert isinstance(told, Refused)
-    assert (told.kind, told.applied) == ("WorkerFenced", "no")
 
 
 def test_last_worker_that_died_between_two_shards_leaves_nothing_waiting() -> None:
