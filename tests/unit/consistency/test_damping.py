@@ -30,23 +30,21 @@ def test_damping_fresh_gradient_counts_whole(kind: Any) -> None:
     assert kind()(0) == 1.0
 
 
-@pytest.mark.parametrize("strength", [1e-12, 0.5, 1e300])
 @pytest.mark.parametrize("kind", DAMPINGS)
-def test_damping_is_a_falling_share_for_any_staleness(kind: Any, strength: float) -> None:
-    shares = [kind(strength)(staleness) for staleness in (0, 1, 2, 50, 10**12)]
-    assert shares == sorted(shares, reverse=True)
-    assert all(type(each) is float and 0.0 <= each <= 1.0 for each in shares)
+def test_damping_is_a_falling_share_for_any_staleness(kind: Any) -> None:
+    for strength in (1e-12, 0.5, 1e300):
+        shares = [kind(strength)(staleness) for staleness in (0, 1, 2, 50, 10**12)]
+        assert shares == sorted(shares, reverse=True)
+        assert all(type(each) is float and 0.0 <= each <= 1.0 for each in shares)
 
 
-@pytest.mark.parametrize("wrong", [-0.1, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", DAMPINGS)
-def test_damping_strength_out_of_range_is_refused(kind: Any, wrong: float) -> None:
-    with pytest.raises(ValueError, match=rf"of {kind.__name__} must be at least 0\.0 and finite"):
-        kind(wrong)
-
-
-@pytest.mark.parametrize("wrong", ["1", None, True, [1.0]])
-@pytest.mark.parametrize("kind", DAMPINGS)
-def test_damping_strength_of_another_type_is_refused(kind: Any, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=f"of {kind.__name__} must be a number"):
-        kind(wrong)
+def test_damping_strength_that_is_none_is_refused(kind: Any) -> None:
+    for wrong in (-0.1, math.nan, math.inf, -math.inf):
+        with pytest.raises(
+            ValueError, match=rf"of {kind.__name__} must be at least 0\.0 and finite"
+        ):
+            kind(wrong)
+    for other in ("1", None, True, [1.0]):
+        with pytest.raises(TypeError, match=f"of {kind.__name__} must be a number"):
+            kind(other)
