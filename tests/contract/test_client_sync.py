@@ -180,17 +180,6 @@ def test_tick_of_some_ranks_without_a_gradient_counts_as_zero(team: Team) -> Non
     assert (team.values() == 1.0).all()
 
 
-def test_weighted_mean_and_global_clipping(make_team: MakeTeam) -> None:
-    team = make_team(Sync())
-    team.define()
-    for rank, client in enumerate(team.ranks):
-        step(client, gradient(rank, 0), weight=float(rank + 1), clip_norm=0.5)
-    team.ranks[0].drain()
-    mean = sum((rank + 1) * gradient(rank, 0) for rank in range(WORKERS)) / 6
-    expected = mean * min(1.0, 0.5 / (np.linalg.norm(mean) + 1e-6))
-    assert np.allclose(team.values(), expected, rtol=1e-12, atol=1e-15)
-
-
 # --- refused whole ----------------------------------------------------------------------------
 
 
@@ -372,29 +361,6 @@ def test_pipelined_steps_of_a_dead_worker_are_all_answered(team: Team) -> None:
         with pytest.raises(WorkerFenced):
             ticket.result()
     assert time.monotonic() - start < 2.0
-
-
-def test_worker_that_dies_between_two_shards_counts_on_all_or_none(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    team = Team(make_cluster("unix", servers=2, workers=WORKERS, policy=Sync(reduce="sum")))
-    team.define()
-    dying = team.ranks[1]
-    transmit = dying.connection.exchange._transmit
-
-    def first_only(shard: object, message: object) -> None:
-        if shard is dying.connection.exchange.shards[0]:
-            transmit(shard, message)
-
-    monkeypatch.setattr(dying.connection.exchange, "_transmit", first_only)
-    step(dying, np.full(LARGE, 100.0))
-    tickets = [step(team.ranks[rank], np.ones(LARGE)) for rank in (0, 2)]
-    with pytest.raises(PushTimeout, match=r"worker 1|decision of shard"):
-        tickets[0].result(0.05)
-    team.cluster.mark_dead(1)
-    assert [ticket.result().version for ticket in tickets] == [1, 1]
-    assert (team.values() == 2.0).all()
-    assert team.versions() == [1, 1]
 
 
 def test_older_incarnation_is_fenced_by_a_newer_one(team: Team) -> None:
