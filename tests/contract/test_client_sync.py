@@ -6,14 +6,13 @@ The calls over each transport are in `test_client_contract.py`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
-from tests.contract.role_cluster import RoleCluster, in_threads, wait_until
+from tests.contract.role_cluster import RoleCluster, wait_until
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.consistency.base import Policy
@@ -380,22 +379,3 @@ def test_older_incarnation_is_fenced_by_a_newer_one(team: Team) -> None:
     tickets = [step(client, np.ones(LARGE)) for client in (team.ranks[0], new, team.ranks[2])]
     assert [ticket.result().version for ticket in tickets] == [1] * 3
     assert (team.values() == 3.0).all()
-
-
-def test_clocks_survive_reconnects_of_every_rank(team: Team) -> None:
-    team.define()
-    versions: list[list[int]] = [[], [], []]
-
-    def work(rank: int) -> None:
-        client = team.ranks[rank]
-        waiting = []
-        for number in range(8):
-            waiting.append(step(client, np.ones(LARGE)))
-            team.cluster.cut(client, (rank + number) % len(team.cluster.servers))
-            if len(waiting) > 2:
-                versions[rank].append(waiting.pop(0).result().version)
-        versions[rank] += [ticket.result().version for ticket in waiting]
-
-    in_threads(*[functools.partial(work, rank) for rank in range(WORKERS)])
-    assert versions == [list(range(1, 9))] * WORKERS
-    assert (team.values() == 24.0).all()
