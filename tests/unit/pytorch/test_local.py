@@ -569,30 +569,6 @@ def test_nonfinite_values_raise_at_the_exchange_and_nothing_is_sent(policy: Any)
     assert not cluster.steps()
 
 
-def test_local_steps_rank_with_nan_goes_on_from_the_values_of_the_others() -> None:
-    cluster = FakeCluster(2, policy=LocalSteps(every=2, outer=PLAIN, on_nonfinite="skip"))
-
-    def run(worker: Any) -> Params:
-        model = small_model()
-        optimizer = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if worker.rank == 1:
-                model[3].bias.grad[0] = math.nan
-            optimizer.step()
-        return copies(model)
-
-    alone = small_model()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(alone, step).backward()
-        optimizer.step()
-    for values in on_all_ranks(cluster, run):
-        assert_close(values, copies(alone), torch.float32)
-
-
 def test_buffers_and_untrained_parameters_are_in_the_result(policy: Any) -> None:
     class Normed(nn.Sequential):
         def __init__(self) -> None:
