@@ -26,6 +26,7 @@ from paramserve.messages import (
     Commit,
     CutAt,
     Define,
+    Done,
     GroupReport,
     Inquire,
     JoinGroup,
@@ -345,6 +346,15 @@ def test_fenced_reader_of_a_clock_is_told_that_nothing_was_applied() -> None:
     told = one.answers(FIRST)[-1]
     assert isinstance(told, Refused)
     assert told.applied == "no"
+
+
+def test_death_of_the_slowest_lets_the_others_go_on() -> None:
+    one = rig(Sync(reduce="sum"))
+    assert one.step(OTHER, {0: [1.0]}).replies == []
+    one.tell(one.members((FIRST, 1, "dead"), (OTHER, 1, "live")))
+    assert isinstance(one.answers(OTHER)[-1], Done)
+    assert one.value() == [1.0]
+    assert len(one.step(OTHER, {0: [1.0]}, clock=1).replies) == 1
 
 
 def test_rank_that_comes_back_is_not_behind_the_clock_that_it_had() -> None:

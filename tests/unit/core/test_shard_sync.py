@@ -207,6 +207,13 @@ def test_pipelined_steps_follow_clock_by_clock() -> None:
     assert [reply.clock for reply in one.answers(A)[1:]] == [1, 2, 3]
 
 
+def test_mean_weighs_the_workers() -> None:
+    one = rig(Sync(reduce="mean"), shards=1)
+    one.step(A, {0: [1.0, 1.0]}, weight=1.0)
+    one.step(B, {0: [5.0, 5.0]}, weight=3.0)
+    assert one.value() == [4.0, 4.0]
+
+
 def test_worker_without_a_gradient_ticks_along() -> None:
     one = rig(shards=1)
     one.step(A, {0: [1.0, 1.0]})
@@ -257,6 +264,18 @@ def test_nan_on_one_shard_counts_on_all(on_nonfinite: Any) -> None:
     both(one, B, 1.0, clock=1)
     one.deliver()
     assert values(one) == ([2.0], [2.0])
+
+
+def test_clipping_goes_by_the_norm_over_all_shards() -> None:
+    one = rig()
+    one.define(A, block_spec((1,), number=1, cuts=(0, 1, 1)))
+    one.step(A, {0: [3.0]}, shard=0, clip_norm=1.0)
+    one.step(A, {0: [4.0]}, shard=1, clip_norm=1.0)
+    one.step(B, shard=0)
+    one.step(B, shard=1)
+    one.deliver()
+    assert one.value(0, 0) == pytest.approx([0.6], rel=1e-6)
+    assert one.value(0, 1) == pytest.approx([0.8], rel=1e-6)
 
 
 # --- lost, repeated and late messages
@@ -317,6 +336,20 @@ def test_messages_for_an_unknown_group_or_of_another_clock_are_ignored() -> None
             assert (effects.replies, effects.peers) == ([], [])
     one.happen(FromShard(Vote(0, 0, 0, (A,), True, False, 1.0, 0)), 1)
     assert one.wire == [], "only the lead takes what is ready"
+
+
+def test_worker_that_died_between_two_shards_is_left_out() -> None:
+    one = rig()
+    both(one, A, 1.0)
+    one.step(B, {0: [5.0]}, shard=1)
+    one.deliver()
+    one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
+    one.deliver()
+    assert values(one) == ([1.0], [1.0])
+    assert committed(one) == [1, 1]
+    told = one.answers(B)[-1]
+    assert isinstance(told, Refused)
+    assert (told.kind, told.applied) == ("WorkerFenced", "no")
 
 
 def test_last_worker_that_died_between_two_shards_leaves_nothing_waiting() -> None:
