@@ -345,6 +345,13 @@ class GroupMachine:
         error.applied = "yes" if pushed else "no"
         self._outbox.append(Reply(session, Answer(refusal(held.message.seq, error))))
 
+    def _let_go_of(self, older: Contribution) -> None:
+        """Refuse a step of an ended rank that is collected no more. One that waits behind another
+        step of its session is refused when its turn comes."""
+        held = older.session.held
+        if held is not None and held.message is older.step:
+            self.let_go(older.session)
+
     def forget(self, client: int) -> None:
         """A client has ended."""
         self.state.watching.pop(client, None)
@@ -488,7 +495,8 @@ class GroupMachine:
             if step.clock == state.committed + 1 and ahead:
                 self.hold(session, request)
                 return None
-            if wrong is None and self.shards == 1 and len(state.members.clocks) == 1:
+            alone = self.shards == 1 and len(state.members.clocks) == 1
+            if wrong is None and alone and session.held is None:
                 answer = self._commit_single_worker(session, request, parts)
                 if answer is not None:
                     return answer
@@ -496,7 +504,7 @@ class GroupMachine:
             first = session.incarnation > 1 and state.brought_by.get(rank) != session.client
             if first and older is not None and step.clock == state.committed:
                 collect.supersede(rank)
-                self.let_go(older.session)
+                self._let_go_of(older)
         if state.buffer.count:
             stepping.flush(state)  # of a policy before
         refused = None
@@ -516,13 +524,15 @@ class GroupMachine:
         self.replan()
         return None
 
+    def collects(self, step: Step) -> bool:
+        """Whether a step is one of a clock, whose gradients are collected."""
+        return step.tick and self.state.at(step.clock).policy.collects
+
     def can_collect(self, rank: int, step: Step) -> bool:
-        """Whether a step can be collected now, behind one that is."""
-        state, members = self.state, self.state.members.clocks
-        others = self.shards > 1 or len(members) > 1  # else it may be applied at once
-        known = others and rank in members and rank not in state.collect.pending
-        present = step.tick and step.clock == state.committed and state.changes.paused is None
-        return known and present and state.at(step.clock).policy.collects
+        """Whether a step that is one of a clock can be collected now, behind one that is."""
+        state = self.state
+        known = rank in state.members.clocks and rank not in state.collect.pending
+        return known and step.clock == state.committed and state.changes.paused is None
 
     def collect_behind(self, session: ShardSession, request: Request, now: float) -> None:
         """Collect a step of a session while another one is held, if `can_collect` says so."""
@@ -681,7 +691,8 @@ class GroupMachine:
         for each in collected:
             session = each.session
             held = session.held
-            if held is None or held.message is not each.step:  # its client has ended
+            # Its client has ended, or it was collected behind a step that is held, or queued still.
+            if held is None or held.message is not each.step:
                 if session.fenced_by is None or session.client in commit.contributors:
                     self._outbox.append(Counted(session.client, each.step.seq))
                 continue
@@ -711,7 +722,8 @@ class GroupMachine:
             return Answer(Refused(step.seq, "WorkerFenced", text, "no", "let this process end"))
         if step.mark is not None:
             state.mark(session.client, step.mark)
-        session.fenced_at = step.seq  # counts if it is fenced: the clock had it
+        if session.fenced_at < step.seq:
+            session.fenced_at = step.seq  # counts if it is fenced: the clock had it
         left_out = step.skip and state.at(commit.clock).policy.skips_alone
         if skipped and commit.contributors and (step.push or left_out):
             state.drop(session.rank)  # decided without it, as its policy has it
@@ -756,7 +768,7 @@ class GroupMachine:
                 for rank, by in self.membership.on_decision(decision).items():
                     older = self.state.collect.forget(rank, by.client)
                     if older is not None and older.session.fenced_by is not None:
-                        self.let_go(older.session)
+                        self._let_go_of(older)
                 self._forget_votes()
                 self._go_on()
             case Pause():

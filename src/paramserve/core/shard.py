@@ -445,11 +445,12 @@ class Shard:
             following = request.message
             if step.more is None or type(following) is not Step:
                 return
-            machine = self.groups.get(following.group)
-            if machine is None or not machine.can_collect(session.rank, following):
+            step, machine = following, self.groups.get(following.group)
+            if machine is None or not machine.collects(step):
+                continue
+            if not machine.can_collect(session.rank, step):
                 return
             machine.collect_behind(session, request, self._now)
-            step = following
 
     def _inquired(self, event: Inquired) -> None:
         number = event.message.group
@@ -533,13 +534,19 @@ class Shard:
         """Hold a request of a rank that has ended, if it is a step that is collected.
 
         Raises:
-            WorkerFenced: it is not. Nothing was applied.
+            WorkerFenced: it is not. It says whether a clock has had it.
         """
         step = request.message
         machine = self.groups.get(step.group) if type(step) is Step else None
         if type(step) is not Step or machine is None or not machine.state.collect.has_step(step):
-            raise session.fenced()
-        self._begin_part(session, step)
+            error = session.fenced()
+            error.applied = "yes" if step.seq in session.counted else "no"
+            raise error
+        call = self.sessions.calls.get(session.rank)
+        if call and call[-1].client == session.client:  # else that of its next incarnation
+            self._begin_part(session, step)
+        if step.push and (step.leaves or session.left_out):
+            session.pushed = step
         session.held = request
 
     def _begin_part(self, session: ShardSession, step: Step) -> None:

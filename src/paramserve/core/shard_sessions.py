@@ -140,6 +140,9 @@ class ShardSession:
         """By group, the last number of a step that ends a clock there, or is to."""
         self.fenced_at = 0
         """The last number whose effect counts, of a session that is fenced."""
+        self.counted: set[int] = set()
+        """Numbers behind others that are not answered: steps that their clock has had since it was
+        fenced."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self.unread: dict[int, Array | None] = {}
@@ -356,6 +359,10 @@ class Sessions:
 
     def count_ended(self, client: int, seq: int) -> None:
         """A client that has ended has had this effect since, as it had before on other shards."""
+        session = self.by_client.get(client)
+        if session is not None and session.fenced_by is not None:
+            session.counted.add(seq)
+            session.fenced_at = max(seq, session.fenced_at)
         if client in self.closed:
             self.closed[client] = max(seq, self.closed[client])
 

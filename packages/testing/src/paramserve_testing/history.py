@@ -269,6 +269,7 @@ class History:
             takes.
         final: what the shards hold in the end.
         arrivals: (shard, writer, push) to the order in which the push first reached the shard.
+        accepted: the same, from when the shard had the push: it may come in the wrong order first.
         fences: (shard, writer) to the order from which that shard knew the writer as ended.
         reached: (shard, writer, call) to the order in which that step first reached the shard.
         answers: (shard, writer, call) to the shard's first answer.
@@ -298,6 +299,7 @@ class History:
     calls: list[Call] = field(default_factory=list)
     final: dict[Part, Row] = field(default_factory=dict)
     arrivals: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    accepted: dict[tuple[int, int, int], int] = field(default_factory=dict)
     fences: dict[tuple[int, int], int] = field(default_factory=dict)
     reached: dict[tuple[int, int, int], int] = field(default_factory=dict)
     answers: dict[tuple[int, int, int], Answered] = field(default_factory=dict)
@@ -433,10 +435,9 @@ class History:
         )
 
     def came_before_its_end(self, call: Call, shards: Collection[int]) -> bool:
-        """Whether a call's push had come to each of these shards when they knew of its writer's
-        end."""
+        """Whether each of these shards had a call's push when it knew of its writer's end."""
         return call.push is not None and all(
-            self.arrivals.get((shard, call.writer, call.push), inf)
+            self.accepted.get((shard, call.writer, call.push), inf)
             < self.fences.get((shard, call.writer), inf)
             for shard in shards
         )

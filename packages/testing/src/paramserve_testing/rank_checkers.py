@@ -96,6 +96,8 @@ def _clock_of(history: History, call: Call) -> Decided | None:
     shards = {part.shard for part in history.final}
     if not isinstance(policy, Sync) or policy.partial or call.pending or call.spoiled:
         return None
+    if len(history.policies) > 1:  # while one changes, a step may wait for the next policy
+        return None
     if not call.tick or not history.came_before_its_end(call, shards):
         return None
     return next((e for e in history.decided if e.clock == call.clock and not e.empty), None)

@@ -143,6 +143,13 @@ class Recorder:
             came = self._came.setdefault((group, call.clock), {}).setdefault(shard, {})
             came.setdefault(client.rank, cluster.clock.now)
 
+    def accepted(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
+        """A shard has a request, answered or not."""
+        group, call = self._cluster.call_of.get((client.writer, shard, request.seq), ("", None))
+        if call is not None and call.push is not None:
+            history = self._cluster.histories[group]
+            history.accepted.setdefault((shard, client.writer, call.push), history.next())
+
     def members_told(self, shard: int, message: Members) -> None:
         """A shard has been told who belongs to the cluster."""
         for member in message.members:
@@ -308,6 +315,11 @@ class ShardRecorder:
 
     def after(self, event: Event, effects: Effects) -> None:
         """An event has happened."""
+        if isinstance(event, Requested):
+            session = self._shard.sessions.by_client.get(event.client)
+            if session is not None and session.last >= event.message.seq:
+                client = self._cluster.clients[self._cluster.writers[event.client]]
+                self._recorder.accepted(self._shard.number, client, event.message)
         if isinstance(event, ClientHere) and effects.refused is None:
             client = self._cluster.clients[self._cluster.writers[event.client]]
             self._recorder.admitted(self._shard.number, client)
