@@ -41,7 +41,7 @@ from paramserve.messages import (
     WriteCut,
 )
 
-CUT_LIMIT_S = FLUSH_LIMIT_MAX_S + 300.0
+TAKE_LIMIT_S = FLUSH_LIMIT_MAX_S + 300.0
 """For memory, a flush and the cut: the servers touch 1 GB of memory in a second, and shard 0 gives
 a cut up 30 s after its flush."""
 WRITE_LIMIT_S = 300.0
@@ -259,8 +259,8 @@ class Checkpointing:
 
     def _limit(self, under_way: _UnderWay, now: float) -> None:
         silent_s = now - under_way.progress
-        if under_way.stage is _Stage.CUTTING and silent_s > CUT_LIMIT_S:
-            self._give_up(f"shard {LEAD} told of no cut in {CUT_LIMIT_S:.0f} s", now)
+        if under_way.stage is _Stage.CUTTING and silent_s > TAKE_LIMIT_S:
+            self._give_up(f"shard {LEAD} told of no cut in {TAKE_LIMIT_S:.0f} s", now)
         elif under_way.stage is _Stage.WRITING and silent_s > WRITE_LIMIT_S:
             missing = [each for each in range(self._servers) if each not in under_way.parts]
             self._give_up(

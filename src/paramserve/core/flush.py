@@ -4,10 +4,11 @@ A client adds its residual (`client.encoding`) to a gradient that goes whole: th
 zero remains, and nothing of it has to be in a checkpoint. Shard 0 asks for that in its answers
 (`Done.flush`), and takes the cut when it is done, or after `limit_s` without.
 
-Where gradients are collected, the request names a clock that no member has sent yet, and shard 0
-stops behind it when all whose gradients it has were flushed: since no clock is decided without the
-vote of every shard, the cut has no step behind the flush. Elsewhere a client goes on, and what it
-leaves out between its flush and the cut is lost for a run that goes on from it.
+Where gradients are collected, the request names a clock that no member has sent yet as far as shard
+0 knows (a later one where that proves wrong). It stops behind it when all whose gradients it has
+were flushed: since no clock is decided without the vote of every shard, the cut has no step behind
+the flush. Elsewhere a client goes on, and what it leaves out between its flush and the cut is lost
+for a run that goes on from it.
 """
 
 from __future__ import annotations

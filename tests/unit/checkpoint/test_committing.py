@@ -377,7 +377,7 @@ def test_cut_that_does_not_come_is_given_up_and_let_go_when_it_does() -> None:
     run = started(Disk(), structs.replace(PLAN, every_s=0.0))
     run.answers[BeginCheckpoint] = lambda shard, notice: None
     assert run.ask(wait_s=1e4) is None
-    run.pass_time(checkpointing.CUT_LIMIT_S + 2)
+    run.pass_time(checkpointing.TAKE_LIMIT_S + 2)
     assert run.overs() == [False]
     run.happen(Noticed(SERVER, CutTaken(1, 7)))
     assert run.told[-1] == (1, CheckpointOver(1, 7, False))
