@@ -70,7 +70,7 @@ class Client:
         self.steps = Steps(exchange, rank, waits, GroupTraits(connection.consistency))
         self.steps.first = connection.rank < connection.first
         connection.tell_sent(self.steps.sent_gradients)
-        connection.tell_usage(self.steps.usage)
+        connection.tell_usage(self.steps.usage.report)
         self.steps.resume(connection.found, returned=connection.returned)
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)

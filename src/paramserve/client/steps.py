@@ -22,6 +22,7 @@ from paramserve.client.saving import Saving
 from paramserve.client.staging import Staged, Staging, fail_staged
 from paramserve.client.step_parts import StepParts, offset_of, say_pushed
 from paramserve.client.ticket import Ticket
+from paramserve.client.usage import Usage
 from paramserve.client.waits import Waits
 from paramserve.config import NO_RANK, ConsistencySpec, check_number
 from paramserve.consistency.registry import PolicyTraits
@@ -32,7 +33,6 @@ from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.policy_traits import GroupTraits
 from paramserve.core.resumption import not_joined, resume
 from paramserve.errors import NotAMember, ParamServeError, PushTimeout, Timeout
-from paramserve.machine import resident_bytes
 from paramserve.messages import (
     Done,
     Gradient,
@@ -46,7 +46,6 @@ from paramserve.messages import (
     ShardRequest,
     Step,
     SuspendMembership,
-    WorkerUsage,
 )
 
 Array = npt.NDArray[Any]
@@ -74,6 +73,7 @@ class Steps(ClientClocks):
             (lease, samples); None: there are none.
         saving: what this worker has saved; None: nothing.
         loop: of the worker over its batches.
+        usage: of its time.
     """
 
     def __init__(
@@ -104,9 +104,7 @@ class Steps(ClientClocks):
         self._found: frozenset[str] = frozenset()
         """Groups that were there when this client came."""
         self.now = exchange.now
-        self._began = self.now()
-        self._encoded_s = 0.0
-        """Seconds in codecs."""
+        self.usage = Usage(exchange, self.loop)
         self.give_back = exchange.give_back
         self.encoder: Encoder | None = None
         """Of gradients, where a block has a codec for them."""
@@ -192,17 +190,6 @@ class Steps(ClientClocks):
             each = told.get(group, SentGradients(group, 0, 0, 0.0))
             told[group] = replace(each, read_bytes=came, read_plain_bytes=plain)
         return tuple(told.values())
-
-    def usage(self) -> WorkerUsage:
-        """What this client has done with its time. May be called without the lock."""
-        now, since, waited_s = self.now(), self._exchange.waits_since, self._exchange.waited_s
-        return WorkerUsage(
-            now - self._began,
-            waited_s if since is None else waited_s + now - since,
-            self._encoded_s,
-            resident_bytes(),
-            self.loop.done,
-        )
 
     def undefined(self, block: Block) -> None:
         """A block was not defined after all."""
@@ -534,7 +521,7 @@ class Steps(ClientClocks):
         clock = self.clocks.get(parts.block.group_name, 0)
         shared = self._exchange.shared
         encoded = encoder.encode_all(parts.pushes, values, clock, flush=bool(flush), shared=shared)
-        self._encoded_s += self.now() - began
+        self.usage.encoded_s += self.now() - began
         return encoded
 
     def _defined(self) -> Iterator[Block]:
