@@ -13,7 +13,7 @@ from paramserve.client.links import Slot
 from paramserve.client.steps import Steps
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
-from paramserve.core import collecting
+from paramserve.core import collecting, ended_calls
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_session import ClientSession, Operation
@@ -318,11 +318,11 @@ def rest_of_a_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> type[Simulated
     """A rank ends while one step of its call is collected: the next one of that call does not
     count."""
 
-    class Refuses(GroupMachine):
-        def can_collect(self, rank: int, step: Step) -> bool:
-            return False
+    def never(*arguments: object) -> bool:
+        return False
 
-    return with_group(monkeypatch, Refuses)
+    monkeypatch.setattr(ended_calls, "can_collect", never)
+    return SimulatedCluster
 
 
 def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:

@@ -524,23 +524,6 @@ class GroupMachine:
         self.replan()
         return None
 
-    def collects(self, step: Step) -> bool:
-        """Whether a step is one of a clock, whose gradients are collected."""
-        return step.tick and self.state.at(step.clock).policy.collects
-
-    def can_collect(self, rank: int, step: Step) -> bool:
-        """Whether a step that is one of a clock can be collected now, behind one that is."""
-        state = self.state
-        known = rank in state.members.clocks and rank not in state.collect.pending
-        return known and step.clock == state.committed and state.changes.paused is None
-
-    def collect_behind(self, session: ShardSession, request: Request, now: float) -> None:
-        """Collect a step of a session while another one is held, if `can_collect` says so."""
-        held = session.held
-        answer = self.step(session, request, now)
-        assert answer is None, "a step that is collected is answered by its commit"
-        session.held = held
-
     def _commit_single_worker(
         self, session: ShardSession, request: Request, parts: list[stepping.Part]
     ) -> Answer | None:

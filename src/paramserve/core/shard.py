@@ -23,6 +23,7 @@ from paramserve.core.block import ShardBlock, check_spec
 from paramserve.core.cut import CutAgreement
 from paramserve.core.cut_parts import CutMemory, ShardCut
 from paramserve.core.decisions import LEAD, DecisionLog
+from paramserve.core.ended_calls import EndedCalls
 from paramserve.core.events import (
     CheckpointEnded,
     ClientBye,
@@ -173,6 +174,7 @@ class Shard:
             allows=self._allows,
             apply=self._apply,
         )
+        self.ended_calls = EndedCalls(self.groups)
         self.followers = Followers(self._state_of, self.sessions.of_rank)
         self._members: dict[int, GroupMembership] = {}
         """By group, the newest decision about its members: its define may still be on the way, or
@@ -423,34 +425,16 @@ class Shard:
         """Fence the sessions of ranks that have ended, and go on with the others."""
         for session in self.sessions.fence():
             held = None if session.held is None else session.held.message
-            if isinstance(
-                held, Step | JoinGroup | SuspendMembership
-            ):  # a cut is taken all the same
+            # Not what waits for a cut: that is taken all the same.
+            if isinstance(held, Step | JoinGroup | SuspendMembership):
                 self.groups[held.group].let_go(session)
-            if isinstance(held, Step):
-                self._collect_call(session, held)
+            self.ended_calls.collect(session, self._now)
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
         if self.followers.joiners:
             workers = self.sessions.workers.values()
             self.followers.keep([each.client for each in workers if each.live])
-
-    def _collect_call(self, session: ShardSession, step: Step) -> None:
-        """A rank has ended: where this step of it is collected, so is what it has sent of the same
-        call for other clocks, since its next incarnation goes on behind that call."""
-        if not self.groups[step.group].state.collect.has_step(step):
-            return
-        for request in session.queue:
-            following = request.message
-            if step.more is None or type(following) is not Step:
-                return
-            step, machine = following, self.groups.get(following.group)
-            if machine is None or not machine.collects(step):
-                continue
-            if not machine.can_collect(session.rank, step):
-                return
-            machine.collect_behind(session, request, self._now)
 
     def _inquired(self, event: Inquired) -> None:
         number = event.message.group
@@ -515,7 +499,7 @@ class Shard:
         try:
             message = request.message
             if session.fenced_by is not None:
-                self._hold_collected(session, request)
+                self._begin_part(session, self.ended_calls.hold(session, request))
                 answer = None
             elif type(message) is Step and message.group in self.groups:
                 if message.push and (message.leaves or session.left_out):
@@ -529,25 +513,6 @@ class Shard:
             answer = Answer(self._refusal(request.message, error))
         if answer is not None:
             self._answer(session, answer)
-
-    def _hold_collected(self, session: ShardSession, request: Request) -> None:
-        """Hold a request of a rank that has ended, if it is a step that is collected.
-
-        Raises:
-            WorkerFenced: it is not. It says whether a clock has had it.
-        """
-        step = request.message
-        machine = self.groups.get(step.group) if type(step) is Step else None
-        if type(step) is not Step or machine is None or not machine.state.collect.has_step(step):
-            error = session.fenced()
-            error.applied = "yes" if step.seq in session.counted else "no"
-            raise error
-        call = self.sessions.calls.get(session.rank)
-        if call and call[-1].client == session.client:  # else that of its next incarnation
-            self._begin_part(session, step)
-        if step.push and (step.leaves or session.left_out):
-            session.pushed = step
-        session.held = request
 
     def _begin_part(self, session: ShardSession, step: Step) -> None:
         """A step of a call that steps several groups, or the next one, begins."""

@@ -380,7 +380,11 @@ class Sessions:
 
     def begin_part(self, session: ShardSession, step: Step) -> bool:
         """A step of a rank begins that is a part of a call, or comes after one; whether the call
-        has several parts, and this is the last."""
+        has several parts, and this is the last. Of a session that is fenced it may be the next
+        incarnation's call that is known."""
+        last = self.calls.get(session.rank)
+        if session.fenced_by is not None and not (last and last[-1].client == session.client):
+            return False
         known = [] if session.rank in self.broken else self.calls.get(session.rank, [])
         self.broken.discard(session.rank)
         part = CallPart(session.client, step.seq, step.group, step.clock, step.more)
