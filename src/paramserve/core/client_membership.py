@@ -36,6 +36,10 @@ class Joining(NamedTuple):
     """Whether the group follows an entry that was stepped: the answer comes when it is time."""
 
 
+def _names(blocks: Iterable[Block]) -> list[str]:
+    return [each.group_name for each in blocks]
+
+
 class ClientMembership:
     """The memberships of one client, as it knows them.
 
@@ -63,11 +67,9 @@ class ClientMembership:
         clock."""
         self._again = False
         """Whether it goes on for an older incarnation, which may have ended between two groups."""
-        self._asked = ""
-        """A group that it has asked to join, and does not know the answer: it may be a member, and
-        what it has named then follows. It asks again before a step."""
-        self._named: tuple[str, ...] = ()
-        """The groups that it has named with that."""
+        self._asked: Joining | None = None
+        """What it has asked for, and does not know the answer: it may be a member, and what it has
+        named then follows. It asks again before a step."""
         self._entry = ""
         """The group that it has joined first and has not stepped since."""
         self._behind: dict[str, None] = {}
@@ -82,7 +84,7 @@ class ClientMembership:
     def may_be_out(self, group: str) -> bool:
         """Whether a request to join whose answer it does not know may have suspended the rank in a
         group: a read there may show clocks that it had no part in."""
-        return group in self._named
+        return self._asked is not None and group in _names(self._asked.others)
 
     def came_late(self, group: str) -> None:
         """The rank is no member of a group that it has not joined yet."""
@@ -110,16 +112,17 @@ class ClientMembership:
     def is_out(self, group: str) -> None:
         """The shards know that the rank is no member of a group."""
         self._suspending.pop(group, None)
-        if group == self._asked:
-            self._asked, self._named = "", ()
+        if self._asks_for(group):
+            self._asked = None
 
     def _leave(self, group: str, number: int) -> None:
         self._pending[group] = number
         self._behind.pop(group, None)
         self._following.pop(group, None)
         self._lead.pop(group, None)
-        if group == self._asked:  # the shards may have suspended it in what was to follow
-            self._pending |= dict.fromkeys(self._named, LEFT)
+        if self._asked is not None and self._asks_for(group):
+            # The shards may have suspended it in what was to follow.
+            self._pending |= dict.fromkeys(_names(self._asked.others), LEFT)
         if group == self._entry:  # what was to follow does not
             self._pending |= dict.fromkeys(self._behind, LEFT)
             self._entry, self._behind = "", {}
@@ -178,7 +181,7 @@ class ClientMembership:
         first = entry.group_name
         numbers = {self._pending.get(each.group_name) for each in (entry, *stepped)}
         moves = bool(self._entry) and first != self._entry
-        begins = first in self._pending or moves or bool(self._asked)
+        begins = first in self._pending or moves or self._asked is not None
         restarts = begins or self._again
         others: dict[str, Block] = {}
         for each in (*stepped, *defined):
@@ -200,12 +203,14 @@ class ClientMembership:
         return [Joining(entry, self._collects(entry), tuple(others.values()))]
 
     def _may_be_in(self, name: str) -> bool:
-        return name == self._asked or not self.pending(name)
+        return self._asks_for(name) or not self.pending(name)
+
+    def _asks_for(self, group: str) -> bool:
+        return self._asked is not None and self._asked.block.group_name == group
 
     def asks(self, joining: Joining) -> None:
         """A request to join is about to be sent: it may be interrupted before it is answered."""
-        self._asked = joining.block.group_name
-        self._named = tuple(each.group_name for each in joining.others)
+        self._asked = joining
         self._plan()
 
     def joined(self, joining: Joining) -> None:
@@ -218,7 +223,7 @@ class ClientMembership:
         if joining.follows:
             pass
         elif joining.collects or joining.others:
-            behind = dict.fromkeys(each.group_name for each in joining.others)
+            behind = dict.fromkeys(_names(joining.others))
             entry = name if behind else ""
             self._again = False
         else:
@@ -227,7 +232,7 @@ class ClientMembership:
         known = {name, *behind}
         pending = {each: number for each, number in self._pending.items() if each not in known}
         following = {each: None for each in self._following if each not in known}
-        self._asked, self._named = "", ()
+        self._asked = None
         # In one line: an interrupt finds all of it, or nothing.
         self._pending, self._behind, self._entry, self._following = (
             pending,

@@ -458,7 +458,7 @@ class History:
 
     def was_away(self, rank: int, after: int, before: int) -> bool:
         """Whether a rank counted as ended, or rested, at any time between two orders."""
-        return _ever(self.away, rank, after, before) or _ever(self.resting, rank, after, before)
+        return self.has_ended(rank, after, before) or _ever(self.resting, rank, after, before)
 
     def has_ended(self, rank: int, after: int, before: int) -> bool:
         """Whether a rank counted as ended for good at any time between two orders."""
