@@ -8,9 +8,8 @@ import pytest
 from msgspec import structs
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
-from tests.unit.core.test_calls_again import clock, go_on
+from tests.unit.core.test_calls_again import clock, go_on, rig
 
-from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, CutWanted, FromShard
@@ -20,17 +19,6 @@ from paramserve.messages import CutAsk, Done, JoinGroup, LogEntry, Refused
 AGAIN = 3
 """Rank 0's next client."""
 SUM = Sync(reduce="sum")
-
-
-def rig(*policies: Policy, ranks: int = 2) -> Rig:
-    """Ranks 0 and 1 as clients A and B; a group of each policy, one element on both shards."""
-    one = Rig(shards=2, workers=ranks)
-    for rank in range(ranks):
-        one.join(rank + 1, rank)
-    for group, policy in enumerate(policies):
-        made = block_spec((1,), (1,), number=group, group=group, cuts=range(3))
-        one.define(A, structs.replace(made, consistency=spec(policy)))
-    return one
 
 
 def call(
