@@ -132,13 +132,21 @@ class Followers:
             both, key=lambda each: (not sessions[each].ticks, abs(entry.clocks[each] - clock))
         )
         session = sessions[near]
-        begun = session.rounds.get(other.id)
-        if (
-            begun is not None
-            and begun.entry == entry.id
-            and begun.seq > session.ticks.get(other.id, 0)
-        ):
-            return begun.at + clock - begun.clock  # it comes there with steps that end no clock
+        begun = self._round_to_come(near, other, entry)
+        if begun is not None:  # it comes there with steps that end no clock
+            return begun.at + clock - begun.clock
+        begun = self._round_to_come(near, entry, other)
+        if begun is not None:  # so it does to the entry, which it steps after this one
+            return begun.clock - 1 + clock - begun.at
         between = session.ticks.get(entry.id, 0) > session.ticks.get(other.id, 0)
         between = between and near not in entry.collect.pending  # this one is not ended
         return other.clocks[near] - (not between) + clock - entry.clocks[near]
+
+    def _round_to_come(self, rank: int, group: GroupState, entry: GroupState) -> Round | None:
+        """Where a rank is in a group that has followed this entry, while its steps there end no
+        clock."""
+        session = self._session_of(rank)
+        known = session.rounds.get(group.id)
+        if known is None or known.entry != entry.id:
+            return None
+        return known if known.seq > session.ticks.get(group.id, 0) else None

@@ -12,6 +12,7 @@ from paramserve.consistency import registry
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.core.group_members import JoinedBy
+from paramserve.core.shard_sessions import Round
 from paramserve.messages import JoinGroup, SuspendMembership
 
 ENTRY, FOLLOWS = 0, 1
@@ -95,6 +96,18 @@ def test_rank_that_is_ahead_shows_where_it_is_when_it_is_so_no_more() -> None:
     one.send(FIRST, SuspendMembership(0, ENTRY))
     answer = done(one.send(OTHER, JoinGroup(0, FOLLOWS)))
     assert (answer.at, answer.counts) == (2, (2,)), "as rank 7, which has 2 to come"
+
+
+def test_rank_begins_where_a_member_is_that_is_ahead_in_the_entry() -> None:
+    """That one steps the other group first: when it has ended clock 4 there, its steps of this one
+    end clocks again. Then it is in both at clock 5, as this rank is."""
+    one = two_groups(BoundedStaleness(4))
+    rounds(one, FIRST, *4 * (FOLLOWS, ENTRY))
+    last = one.shards[0].sessions.of_rank(0).last
+    one.shards[0].sessions.of_rank(0).rounds[FOLLOWS] = Round(ENTRY, 5, 4, last + 1)
+    assert done(one.send(JOINER, JoinGroup(0, FOLLOWS, others=(ENTRY,)))).at == 4
+    one.step(JOINER, {FOLLOWS: [1.0]}, group=FOLLOWS, clock=4)
+    assert clocks(one) == [5, 5]
 
 
 def test_rank_without_a_member_of_both_groups_begins_at_its_own_clock() -> None:
