@@ -138,6 +138,15 @@ def test_seeds_of_two_groups_that_collect_keep_every_invariant(seeds: range) -> 
         replay(seed, others=(), second=Sync(reduce="sum"), restarts=bool(seed % 2))
 
 
+def test_seed_where_a_rank_followed_one_that_was_ahead_in_its_entry() -> None:
+    replay(6224, consistency=BoundedStaleness(0), others=(), second=BoundedStaleness(0))
+
+
+def test_seed_where_the_answer_to_an_interrupted_suspension_was_lost() -> None:
+    """The next call has room when it is there."""
+    replay(6484, consistency=BoundedStaleness(0), others=(), second=Sync(reduce="sum"))
+
+
 @pytest.mark.parametrize(
     ("policy", "second"),
     [

@@ -574,6 +574,7 @@ class Steps(ClientClocks):
         while it rests there."""
         for block in list(self._defined()):
             if self.membership.suspends(block.group_name):
+                self.waits.until(self._exchange.settle, "rest", None, limit_s)
                 self._suspend(block, limit_s)
         for _ in range(CHANGES_MAX):
             found = planned()
