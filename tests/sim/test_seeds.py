@@ -142,6 +142,10 @@ def test_seed_where_a_rank_followed_one_that_was_ahead_in_its_entry() -> None:
     replay(6224, consistency=BoundedStaleness(0), others=(), second=BoundedStaleness(0))
 
 
+def test_seed_where_a_rank_followed_one_by_a_round_of_before_its_suspension() -> None:
+    replay(9663, consistency=BoundedStaleness(0), others=(), second=Sync(reduce="sum"))
+
+
 def test_seed_where_the_answer_to_an_interrupted_suspension_was_lost() -> None:
     """The next call has room when it is there."""
     replay(6484, consistency=BoundedStaleness(0), others=(), second=Sync(reduce="sum"))

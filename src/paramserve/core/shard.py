@@ -766,6 +766,7 @@ class Shard:
             if message.others:
                 self.sessions.break_call(rank)
             for other in others:
+                session.rounds.pop(other.state.id, None)
                 other.suspend_rank(rank, client, message.seq, self._now)
         for other in others:
             if not other.is_out(rank, client, message.seq):
@@ -781,6 +782,7 @@ class Shard:
         self, session: ShardSession, request: Request, message: SuspendMembership
     ) -> Answer | None:
         machine = self._group(message.group)
+        session.rounds.pop(message.group, None)
         self.followers.leave(session.rank, message.group)
         self.sessions.break_call(session.rank)
         return machine.suspend(session, request, self._now)

@@ -135,7 +135,7 @@ class ShardSession:
         """By group: the number of the newest change of its policy that the client knows of."""
         self.rounds: dict[int, Round] = {}
         """By group that its rank has joined further on than in its round: when it is there. It
-        holds until the next step that ends a clock of the group."""
+        holds until the next step that ends a clock of the group, or the rank suspends there."""
         self.ticks: dict[int, int] = {}
         """By group, the last number of a step that ends a clock there, or is to."""
         self.fenced_at = 0

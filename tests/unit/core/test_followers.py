@@ -86,6 +86,22 @@ def test_rank_that_comes_to_what_others_have_ended_is_told_how_far_it_is_ahead()
     assert (answer.at, answer.counts) == (3, (3,))
 
 
+@pytest.mark.parametrize(
+    "ends", [SuspendMembership(0, FOLLOWS), JoinGroup(0, ENTRY, others=(FOLLOWS,))]
+)
+def test_round_of_a_rank_ends_with_its_membership(ends: SuspendMembership | JoinGroup) -> None:
+    """Others that ask where to begin do not go by it any more."""
+    one = two_groups(BoundedStaleness(4))
+    one.send(JOINER, JoinGroup(0, ENTRY, others=(FOLLOWS,)))
+    rounds(one, FIRST, ENTRY, FOLLOWS, ENTRY, FOLLOWS, ENTRY, FOLLOWS)
+    one.step(JOINER, {ENTRY: [1.0]})
+    one.send(JOINER, JoinGroup(0, FOLLOWS))
+    session = one.shards[0].sessions.of_rank(7)
+    assert session.rounds.keys() == {FOLLOWS}
+    one.send(JOINER, ends)
+    assert session.rounds == {}
+
+
 def test_rank_that_is_ahead_shows_where_it_is_when_it_is_so_no_more() -> None:
     one = two_groups(BoundedStaleness(4), workers=2)
     one.send(OTHER, SuspendMembership(0, FOLLOWS))
