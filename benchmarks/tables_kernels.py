@@ -49,13 +49,13 @@ class Rows:
 
     def fill(self, load: TableLoad) -> None:
         for begin, end in load.parts():
-            self.store.take(keys_of(np.arange(begin, end)), 0, Purpose.PULL)
+            self.store.take(keys_of(np.arange(begin, end)), 0, Purpose.PUT)
         batches = Batches(load)
         for _ in range(load.settling_pulls):
-            self.store.take(batches.uniform(), 0, Purpose.PULL)
+            self.store.take(batches.uniform(), 0, Purpose.PUT)
 
     def pull(self, keys: Keys, out: Array) -> None:
-        taken = self.store.take(keys, 0, Purpose.PULL)
+        taken = self.store.take(keys, 0, Purpose.PUT)
         self.store.read(taken.rows, keys, out, self._places[: keys.size])
 
     def push(self, keys: Keys, gradients: Array) -> None:

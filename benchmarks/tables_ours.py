@@ -48,7 +48,7 @@ class Target:
 
 
 def table(load: TableLoad, scratch: Path) -> dict[str, float]:
-    """Adagrad; rows are created by pulling their keys."""
+    """Adagrad; rows are created with the initial values of their keys."""
     return _run(_adagrad, load)
 
 
@@ -88,7 +88,8 @@ def _table(worker: ps.Worker, load: TableLoad, rule: ps.Rule, name: str = "rows"
 def _fill(table: ps.Table, load: TableLoad, begin: int = 0) -> None:
     for first, last in load.parts():
         if last > begin:
-            table.pull(keys_of(np.arange(max(first, begin), last)))
+            keys = keys_of(np.arange(max(first, begin), last))
+            table.put(keys, table.pull(keys))
     batches = Batches(load)
     for _ in range(load.settling_pulls):
         table.pull(batches.uniform())
@@ -111,7 +112,7 @@ def _row_wise(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
 
 
 def _growth(worker: ps.Worker, load: TableLoad) -> dict[str, float]:
-    """Pulls and pushes in turn, each of keys that no row has.
+    """Pushes of keys that no row has.
 
     Another table grows first: kernels are compiled then, and the servers' system has used up what
     it kept of pages that the host has taken back.
@@ -127,14 +128,11 @@ def _grow(table: ps.Table, load: TableLoad, ballast: Ballast) -> dict[str, float
     gradients = np.ones((load.batch, load.dim), np.float32)
     processors = Processors()
     longest = most = 0.0
-    for number, begin in enumerate(range(0, load.rows, load.batch)):
+    for begin in range(0, load.rows, load.batch):
         keys = keys_of(np.arange(begin, min(begin + load.batch, load.rows)))
         ballast.give(load.table_bytes // load.rows * load.batch * 3 // 2)
         before, began = processors.seconds(), time.perf_counter()
-        if number % 2:
-            table.push(keys, gradients[: keys.size]).result()
-        else:
-            table.pull(keys)
+        table.push(keys, gradients[: keys.size]).result()
         longest = max(longest, time.perf_counter() - began)
         most = max(most, float((processors.seconds() - before).max()))
     memory = table.memory_bytes() / (len(table) * load.table_bytes / load.rows)

@@ -182,8 +182,8 @@ def figures(split: Split, books: list[str], scores: np.ndarray) -> Figures:
 def by_model(split: Split, users: ps.Table, items: ps.Table) -> Figures:
     """Of the rows of a table; books and readers are asked for by their strings."""
     books = sorted(set(split.items))
-    readers = users.pull([*split.held_out], create=False)
-    rows = items.pull(books, create=False)
+    readers = users.pull([*split.held_out])
+    rows = items.pull(books)
     return figures(split, books, readers[:, :-1] @ rows[:, :-1].T + rows[:, -1])
 
 
@@ -198,7 +198,7 @@ def by_popularity(split: Split) -> Figures:
 def neighbours(items: ps.Table, title: str, most: int = 5) -> list[str]:
     """The books whose rows point the same way, nearest first."""
     keys = items.keys()
-    rows = items.pull(keys, create=False)[:, :-1]
+    rows = items.pull(keys)[:, :-1]
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     own = int(np.flatnonzero(keys == ps.keys_of(title))[0])
     nearest = np.argsort(-(rows @ rows[own]))[1 : 1 + most]

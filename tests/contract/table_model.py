@@ -180,11 +180,10 @@ class ModelServer:
         self._clock = 0
 
     def use(self, keys: Sequence[int], clock: int, why: str) -> bool:
-        """Find or make the rows of keys to "read", "pull", "push" or "put"; False: it is full.
+        """Find or make the rows of keys to "read", "push" or "put"; False: it is full.
 
         Args:
-            keys: as they reach the server. Those of a push are distinct; those of a pull are where
-                memory is not shared, too.
+            keys: as they reach the server. Those of a push are distinct.
         """
         if not keys:
             return True
@@ -196,9 +195,7 @@ class ModelServer:
             return True
         absent = [key for key in dict.fromkeys(keys) if key not in self.rows]
         new = absent
-        if self._needed > 1 and why == "pull":
-            new = []
-        elif self._needed > 1 and why == "push":
+        if self._needed > 1 and why == "push":
             new = [key for key in absent if self._pushes.get(key, 0) + 1 >= self._needed]
         there = [key for key in keys if key in self.rows]
         over = len(self.rows) + len(new) - self._rows_max

@@ -310,7 +310,6 @@ def nothing(*arguments: Any) -> None:
         ("core.table.changes.RowChanges.before", nothing, "half"),
         ("core.table.changes.RowChanges.gone", nothing, "ttl"),
         ("core.table.changes.RowChanges.gone", nothing, "half"),
-        ("checkpoint.rows._update", nothing, "ttl"),
         ("checkpoint.shard_reader.LoadedTable.uses", nothing, "lru"),
         ("checkpoint.shard_reader.LoadedTable.candidates", None, "admit"),
     ],
@@ -616,7 +615,7 @@ def test_tools_read_what_servers_have_written(
     client.table("no rows", dim=2, rule=Adagrad(lr=0.1))
     for number in range(2):
         words.push([f"word {number}", "both"], np.ones((2, 2), np.float32))
-        words.pull([number])
+        words.put([number], np.ones((1, 2), np.float32))
         for table in tables.values():
             ids = np.arange(number * 10, number * 10 + 20)
             table.push(ids, np.random.default_rng(number).normal(size=(20, DIM)))

@@ -180,7 +180,7 @@ gradients = tuples(
         st.just(0) | integers,
     )
 )
-keys = st.builds(Keys, integers, integers, integers, integers, st.booleans())
+keys = st.builds(Keys, integers, integers, integers, integers)
 places = tuples(st.builds(ReadTarget, integers, integers, integers, st.none() | keys))
 fields = (integers, integers, integers, integers)
 requests = st.one_of(

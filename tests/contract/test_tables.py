@@ -159,7 +159,7 @@ def test_delete_beside_gradients_that_wait_for_their_clock(
     assert table.delete([1, 2]) == 2
     client.tick("users").result()
     assert table.contains([1, 2]).tolist() == [True, False]
-    assert table.pull([1, 2], create=False)[:, 0].tolist() == [2.0, 1.0]
+    assert table.pull([1, 2])[:, 0].tolist() == [2.0, 1.0]
 
 
 # --- the same bits everywhere -----------------------------------------------------------------
@@ -171,10 +171,10 @@ def history_of(client: Client) -> bytes:
     seen: list[np.ndarray] = []
     words = client.table("words", dim=3, rule=Adagrad(lr=0.1), init=Normal(std=0.1), seed=3)
     films = client.table("films", dim=5, rule=Adam(lr=0.1), init=Uniform(), dtype="bfloat16")
-    for step in range(6):
+    for _ in range(6):
         keys = np.concatenate([draw.integers(-40, 40, 30), EDGES])
         for table in (words, films):
-            seen.append(table.pull(keys.reshape(-1, 1), create=step % 2 == 0))
+            seen.append(table.pull(keys.reshape(-1, 1)))
             gradients = draw.standard_normal((keys.size, table.dim))
             table.push(keys, gradients).result()
         films.prefetch(keys[:9])
@@ -214,12 +214,13 @@ def test_scan_parts_are_the_callers_to_keep(cluster: RoleCluster) -> None:
 def test_scan_while_rows_are_created_meets_those_that_were_there(cluster: RoleCluster) -> None:
     table = users(cluster.client())
     before = range(100)
-    table.pull(before)
+    table.put(before, ones(100))
     met: list[int] = []
     for step, part in enumerate(table.scan(9)):
         met += part.keys.tolist()
         # Many at first, so that the shard's memory grows; then fewer than a part has: it ends.
-        table.pull(np.arange(300 if step == 0 else 4) + 1000 * (step + 1))
+        new = np.arange(300 if step == 0 else 4) + 1000 * (step + 1)
+        table.put(new, ones(new.size))
     assert len(met) == len(set(met))
     assert set(before) <= set(met)
     assert len(met) > 400, "rows that were created meanwhile are met, too"
@@ -231,7 +232,7 @@ def test_memory_bytes_and_reports_tell_of_rows_and_their_state(cluster: RoleClus
     with_state = client.table("films", dim=DIM, rule=Adam(lr=0.1))
     before = with_state.memory_bytes()
     keys = np.arange(10_000)
-    plain.pull(keys)
+    plain.put(keys, ones(10_000))
     with_state.push(keys, ones(10_000)).result()
     grown = with_state.memory_bytes() - before
     assert grown >= 10_000 * 3 * DIM * 4

@@ -43,7 +43,7 @@ def test_parquet_file_holds_rows_and_says_what_they_are(
     keys = read["key"].to_numpy()
     assert sorted(keys) == sorted(table.keys())
     values = np.array(read["value"].to_pylist(), np.float32)
-    assert values.tobytes() == table.pull(keys, create=False).tobytes()
+    assert values.tobytes() == table.pull(keys).tobytes()
     told = json.loads(read.schema.metadata[b"paramserve"])
     assert {name: told[name] for name in ("format", "table", "dim", "dtype", "seed")} == {
         "format": 1, "table": "users", "dim": DIM, "dtype": "float32", "seed": 3,
@@ -58,7 +58,7 @@ def test_parquet_file_is_read_by_pandas(make_cluster: MakeCluster, tmp_path: Pat
     train(table)
     table.to_parquet(tmp_path / "users.parquet")
     read = pandas.read_parquet(tmp_path / "users.parquet")
-    found = table.pull(read["key"].to_numpy(), create=False)
+    found = table.pull(read["key"].to_numpy())
     assert np.stack(read["value"].to_list()).tobytes() == found.tobytes()
     assert table.from_arrow(read.assign(value=read["value"] * 2)) == len(read)  # frames stream
     assert (table.pull(read["key"].to_numpy()) == 2 * found).all()
@@ -247,7 +247,7 @@ def test_import_converts_integers_floats_and_lists(
     values = lists(rows) if kind is None else lists(rows).cast(kind(pa.from_numpy_dtype(floats)))
     source = frame(pa.array([3, 4, 5], keys), values).slice(1)
     assert table.from_arrow(source) == 2
-    assert (table.pull([4, 5], create=False) == rows[1:]).all()
+    assert (table.pull([4, 5]) == rows[1:]).all()
     assert table.keys().tolist() == [4, 5]
 
 
@@ -485,7 +485,7 @@ def test_import_of_another_rules_state_is_refused_and_its_values_are_taken(
     assert len(other) == 0
     assert other.from_parquet(tmp_path / "users.parquet", state=False) == len(table)
     keys = table.keys()
-    assert (other.pull(keys, create=False) == table.pull(keys)).all()
+    assert (other.pull(keys) == table.pull(keys)).all()
 
 
 def test_import_with_state_that_is_not_there_is_refused(make_cluster: MakeCluster) -> None:

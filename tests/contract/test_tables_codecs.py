@@ -380,7 +380,7 @@ def test_tables_with_options_of_their_own(make_cluster: MakeCluster, policy: Any
             keys = [first, first + 1]
             client.push_tables([TablePush(table, keys, np.ones((2, DIM)))]).result()
     assert len(table) <= 16
-    np.testing.assert_array_equal(table.pull([58, 59, 3], create=False)[:, 0], [1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(table.pull([58, 59, 3])[:, 0], [1.0, 1.0, 0.0])
 
 
 # --- what travels -----------------------------------------------------------------------------
@@ -521,7 +521,7 @@ class Peer:
         """A step that pushes a payload, or reads keys in it, and what it is answered with."""
         block, exchange = self._table.block, self._client.connection.exchange
         push = (Gradient(block.id, 0, 0, None, None, extent),) if asked < 0 else ()
-        keys = Keys(asked, 0, 0, asked, True)
+        keys = Keys(asked, 0, 0, asked)
         pull = (ReadTarget(block.id, 0, 0, keys),) if asked >= 0 else ()
 
         def inline(shard: int, message: Any, out: Any) -> Any:

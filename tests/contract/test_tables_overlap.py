@@ -87,20 +87,6 @@ def test_prefetch_of_more_tables_than_a_message_holds_is_whole(cluster: RoleClus
         read.drop()
 
 
-def test_prefetch_and_pull_that_differ_in_create_do_not_meet(cluster: RoleCluster) -> None:
-    client = cluster.client()
-    table = users(client)
-    table.prefetch([1, 2], create=False)
-    table.pull([9])
-    assert sorted(table.keys()) == [9]
-    before = calls_of(client)
-    table.pull([1, 2])
-    assert calls_of(client) == before + 1, "these keys were to get rows"
-    table.pull([1, 2], create=False)
-    assert calls_of(client) == before + 1
-    assert sorted(table.keys()) == [1, 2, 9]
-
-
 def test_dropped_prefetches_give_their_memory_back(cluster: RoleCluster) -> None:
     client = cluster.client()
     first, second = users(client), films(client)
@@ -265,11 +251,11 @@ def test_staleness_of_prefetched_rows_stands_when_newer_ones_were_read_to_evalua
     mine.client.drain()
     for _ in range(4):
         step(others, [5])
-    mine.pull([7], create=False)
+    mine.pull([7], learns=False)
     mine.pull([1])
-    mine.pull([8], create=False)
+    mine.pull([8], learns=False)
     assert step(mine, [1]) == 4
-    mine.pull([7], create=False)
+    mine.pull([7], learns=False)
     step(others, [5])
     mine.pull([1])
     assert step(mine, [1]) == 0, "an evaluation before it does not count"
@@ -279,7 +265,7 @@ def test_staleness_of_several_pulls_is_that_of_the_oldest(cluster: RoleCluster) 
     mine, others = users(cluster.client()), users(cluster.client())
     mine.pull([1])
     step(others, [5])
-    mine.pull([7], create=False)
+    mine.pull([7], learns=False)
     step(others, [5])
     mine.pull([2])
     step(others, [5])
@@ -310,9 +296,7 @@ def train(worker: Worker, **options: Any) -> tuple[np.ndarray, list[int]]:
         sent.append(calls_of(client) - before)
     client.drain()
     keys = np.arange(40)
-    return np.hstack(
-        [words.table.pull(keys, create=False), bags.table.pull(1000 + keys, create=False)]
-    ), sent
+    return np.hstack([words.table.pull(keys), bags.table.pull(1000 + keys)]), sent
 
 
 def test_loader_that_prefetches_trains_alike_and_its_forwards_send_nothing(

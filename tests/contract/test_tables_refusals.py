@@ -71,7 +71,7 @@ def two(make_cluster: MakeCluster) -> RoleCluster:
 def table(two: RoleCluster) -> Table:
     """With a row for key 1, and nothing else."""
     table = users(two.client())
-    table.pull([1])
+    table.put([1], ones(1))
     return table
 
 
@@ -233,7 +233,7 @@ def test_step_of_no_table_or_of_another_clients_or_with_half_a_push_is_refused(
 ) -> None:
     client, other = two.client(), two.client()
     table, theirs = users(client), users(other)
-    table.pull([1])
+    table.put([1], ones(1))
     refused(lambda: client.push_tables([]), ValueError, "names at least one")
     push = TablePush(theirs, [1], ones(1))
     for tick in (True, False):
@@ -307,7 +307,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 def test_table_defined_twice_with_other_options_is_refused(two: RoleCluster) -> None:
     client, other = two.client(), two.client()
     table = users(client, consistency=Async())
-    table.pull([1])
+    table.put([1], ones(1))
     for changed, word in OTHERS:
         options = {"consistency": Async(), **changed}
         for each in (client, other):
@@ -472,7 +472,7 @@ def test_rule_that_the_servers_do_not_know_is_refused_by_name(cluster: RoleClust
 def test_policy_that_a_table_cannot_have_is_not_set_either(cluster: RoleCluster) -> None:
     client: Client = cluster.client()
     table = users(client, init=Normal())
-    table.pull([1])
+    table.put([1], ones(1))
     for policy in (DelayCompensated(), LocalSteps(every=4), ElasticAverage(rho=0.5)):
         name = type(policy).__name__
         with pytest.raises((ValueError, ParamServeError), match=f"{name} cannot be"):
@@ -498,7 +498,7 @@ def test_values_beyond_16_bits_are_not_put_and_the_key_is_named(
     two: RoleCluster, dtype: str, value: float, limit: str
 ) -> None:
     table = users(two.client(), dtype=dtype)
-    table.pull([1])
+    table.put([1], ones(1))
     values = ones(40)
     values[17, 1] = value
     told = (
@@ -514,7 +514,7 @@ def test_values_beyond_16_bits_are_not_put_and_the_key_is_named(
 
 def test_state_that_is_not_finite_is_not_put_and_the_key_is_named(two: RoleCluster) -> None:
     table = users(two.client(), rule=Adagrad(lr=0.5))
-    table.pull([1])
+    table.put([1], ones(1))
     state = ones(3)
     for bad in (np.nan, np.inf, -np.inf):
         state[1, DIM - 1] = bad

@@ -413,7 +413,7 @@ def test_sync_steps_of_two_tables_and_tensors_are_all_or_nothing(
             client.dense.step("default", [BlockPush(block, slot)], pull=[block], tables=pushes)
         )
         if client is clients[0]:
-            wait_until(lambda: both[1][0].pull([1], create=False)[0, 0] == 1.0)
+            wait_until(lambda: both[1][0].pull([1])[0, 0] == 1.0)
             assert (len(words), len(films)) == (0, 1), "words and tensors wait, films do not"
     for ticket, block in zip(tickets, blocks, strict=True):
         assert ticket.result().values[block.id].tolist() == [2.0] * 4

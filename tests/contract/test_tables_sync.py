@@ -42,7 +42,7 @@ def step(table: Table, keys: Any, gradients: Any) -> None:
 
 
 def values(table: Table, keys: Any) -> list[float]:
-    return [float(each) for each in table.pull(keys, create=False)[:, 0]]
+    return [float(each) for each in table.pull(keys)[:, 0]]
 
 
 def refusal(table: Table, keys: Any, gradients: Any, kind: type[ParamServeError]) -> str:

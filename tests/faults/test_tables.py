@@ -60,7 +60,7 @@ def started(rows: int, gate: Path, **options: Any) -> Iterator[ps.Job]:
 def first_rows(worker: ps.Worker) -> list[list[float]]:
     """What the first pull of each rank finds."""
     users = worker.client.table("users", dim=DIM, rule=ps.Add(), init=ps.Zeros())
-    return users.pull([0, 10, 11], create=False).tolist()  # type: ignore[no-any-return]
+    return users.pull([0, 10, 11]).tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

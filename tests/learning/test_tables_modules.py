@@ -248,7 +248,7 @@ def train_on_defaults(worker: ps.Worker, dies: bool) -> tuple[list[float], bytes
         optimizer.step()
         losses.append(float(loss.detach()))
     worker.barrier()
-    return losses, users.pull(np.arange(USERS), create=False).tobytes()
+    return losses, users.pull(np.arange(USERS)).tobytes()
 
 
 @pytest.mark.slow

@@ -324,7 +324,7 @@ class Client:
                 then what is pushed and pulled is of this dtype, and no codec encodes it. float32
                 counts up to 2**24. A table of int64 follows a policy that sums whole gradients
                 (`ps.Async()`, `ps.Sync(reduce="sum")`), and is `ps.Async()` under a mean.
-            admit: `ps.MinCount(n)`: a key gets a row at its n-th push; None: at its first use.
+            admit: `ps.MinCount(n)`: a key gets a row at its n-th push; None: at its first.
             evict: `ps.TTL(clocks=...)`, `ps.LRU(rows=...)` or both, joined by `|`; None: rows stay.
             max_bytes: of the table on one server; 0: what there is. Past it the least recently used
                 row goes, if `evict` has an `LRU`; else a push of new keys is refused (`TableFull`).
@@ -435,8 +435,8 @@ class Client:
         """Ask for rows of several tables ahead, in one message to each shard.
 
         Args:
-            reads: tables, keys and maybe `create`, as `Table.prefetch` takes them; the same table
-                may come more than once.
+            reads: tables and keys, as `Table.prefetch` takes them; the same table may come more
+                than once.
         Returns:
             The reads; `drop()` of one that no pull has read gives its memory back.
         Raises:

@@ -119,16 +119,10 @@ class Keyed:
 
     def prefetch(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
         """See `Client.prefetch_tables`."""
-        wanted: list[tuple[Block, Array, bool]] = []
-        for table, keys, create in (TableRead(*each) for each in reads):
+        wanted: list[tuple[Block, Array]] = []
+        for table, keys in (TableRead(*each) for each in reads):
             self._check_own(table)
-            wanted.append(
-                (
-                    table.block,
-                    as_keys(keys, table.name, table.keys_of if create else None)[0],
-                    create,
-                )
-            )
+            wanted.append((table.block, as_keys(keys, table.name)[0]))
         return self.reads.prefetch(wanted)
 
     # --- pushes ----------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Labels:
 
     def of(self, keys: Array) -> list[str]:
         """The strings of keys, int64 [n]; empty where none is known."""
-        return decoded(self._table.pull(keys, create=False))
+        return decoded(self._table.pull(keys))
 
 
 def encoded(strings: Sequence[str]) -> Array:

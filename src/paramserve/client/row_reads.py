@@ -47,8 +47,6 @@ class TableRead(NamedTuple):
     table: Table
     keys: npt.ArrayLike
     """Integers [...]."""
-    create: bool = True
-    """As the pull to come will say."""
 
 
 class RowRead(Struct, eq=False, weakref=True):
@@ -66,7 +64,6 @@ class RowRead(Struct, eq=False, weakref=True):
     _reads: RowReads
     block: Block
     keys: Array
-    create: bool
     clock: int
     wanted: Array
     numbers: Array | None = None
@@ -103,13 +100,13 @@ class RowRead(Struct, eq=False, weakref=True):
 class ReadVersions:
     """The lowest versions that the rows of one table were read at for the next push.
 
-    Reads without `create` do not count if there are others: an evaluation is followed by no push.
+    Reads of an evaluation, which no push follows, do not count if there are others.
     """
 
     def __init__(self) -> None:
         self._lowest: list[int] = []
         self._learned = False
-        """Whether a read with `create` came since the last push."""
+        """Whether a read that a push is to follow came since the last push."""
 
     def read(self, versions: Sequence[int], learns: bool) -> None:
         """Rows have been handed out that were read at these versions, one for each shard."""
@@ -156,7 +153,7 @@ class RowReads:
         block: Block,
         keys: Array,
         *,
-        create: bool,
+        learns: bool,
         timeout_s: float | None,
         exact: bool = False,
     ) -> Array:
@@ -169,19 +166,19 @@ class RowReads:
         with self._lock:
             ahead = None
             if self._prefetched and not exact:
-                ahead = self._ahead(block, keys, create)
+                ahead = self._ahead(block, keys)
             if ahead is None:
-                read, places = self._look(block, keys, create, exact), None
+                read, places = self._look(block, keys, exact), None
                 self._begin([read], timeout_s)
             else:
                 read, places = ahead
-        rows = self._finish(read, timeout_s)
+        rows = self._finish(read, timeout_s, learns)
         return rows if places is None else rows[places]
 
-    def _look(self, block: Block, keys: Array, create: bool, exact: bool = False) -> RowRead:
+    def _look(self, block: Block, keys: Array, exact: bool = False) -> RowRead:
         """A read that is not sent yet, of what is not found here: copies are what came."""
         clock = self._steps.clocks.get(block.group_name, 0)
-        read = RowRead(self, block, keys, create, clock, keys, exact=exact or self.exact)
+        read = RowRead(self, block, keys, clock, keys, exact=exact or self.exact)
         cache = self._cache(block) if self._caches and not exact else None
         if cache is not None:
             read.found = cache.find(keys, read.clock)
@@ -210,9 +207,7 @@ class RowReads:
         parts: list[StepParts] = []
         try:
             for read in asked:
-                read.pull = lay_pull(
-                    self._exchange, read.block, read.wanted, create=read.create, exact=read.exact
-                )
+                read.pull = lay_pull(self._exchange, read.block, read.wanted, exact=read.exact)
                 parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         except Overloaded:  # at once: what refers to the error refers to these
             self._exchange.give_back([slot for each in parts for slot in each.taken_slots])
@@ -221,7 +216,7 @@ class RowReads:
             read.ticket = ticket
         return reads
 
-    def _finish(self, read: RowRead, timeout_s: float | None) -> Array:
+    def _finish(self, read: RowRead, timeout_s: float | None, learns: bool) -> Array:
         """Wait for a read: its rows, float32 [n, dim]."""
         versions: list[int] | None = None
         asked = NO_ROWS
@@ -245,22 +240,22 @@ class RowReads:
         with self._lock:
             if read.found is not None and versions is not None:
                 self._keep(read, asked, versions)
-            self._note_versions(read, versions)
+            self._note_versions(read, versions, learns)
         if read.found is None:
             return asked if read.numbers is None else asked[read.numbers]
         if read.numbers is not None and read.numbers.size:
             read.found.rows[read.found.missing] = asked[read.numbers]
         return read.found.rows
 
-    def _note_versions(self, read: RowRead, versions: list[int] | None) -> None:
+    def _note_versions(self, read: RowRead, versions: list[int] | None, learns: bool) -> None:
         kept = read.found.versions if read.found is not None else None
         noted = self._read_versions.get(read.block.group)
         if noted is None:
             noted = self._read_versions[read.block.group] = ReadVersions()
         if versions is None or kept is None:
-            noted.read(versions or kept or [], read.create)
+            noted.read(versions or kept or [], learns)
         else:
-            noted.read([min(each) for each in zip(versions, kept, strict=True)], read.create)
+            noted.read([min(each) for each in zip(versions, kept, strict=True)], learns)
 
     def base_of_push(self, block: Block) -> None:
         """Let the next push to a table's group say what its rows were read at: a read that was
@@ -271,11 +266,11 @@ class RowReads:
 
     # --- ahead -----------------------------------------------------------------------------------
 
-    def prefetch(self, wanted: Sequence[tuple[Block, Array, bool]]) -> list[RowRead]:
+    def prefetch(self, wanted: Sequence[tuple[Block, Array]]) -> list[RowRead]:
         """Ask for rows ahead, of several tables in one message to each shard.
 
         Args:
-            wanted: blocks of tables, keys as int64 [n] and `create`, as the pulls to come will say.
+            wanted: blocks of tables, and keys as int64 [n].
         Raises:
             As `Table.prefetch`. None of them is read ahead.
         """
@@ -285,7 +280,7 @@ class RowReads:
             most = min(TOGETHER_MAX, self._exchange.requests)
             try:
                 for some in _parts([each for each in wanted if each[1].size], most):
-                    looked = [self._look(block, keys.copy(), new) for block, keys, new in some]
+                    looked = [self._look(block, keys.copy()) for block, keys in some]
                     for read in self._begin(looked, None):
                         asked.append(read)
                         kept = self._usable(read.block)
@@ -321,20 +316,17 @@ class RowReads:
                 self._forget_read(kept.popleft())
         return kept
 
-    def _ahead(
-        self, block: Block, keys: Array, create: bool
-    ) -> tuple[RowRead, Array | None] | None:
+    def _ahead(self, block: Block, keys: Array) -> tuple[RowRead, Array | None] | None:
         """A read that was begun ahead and has all of these keys, with the number of each among its
         own; None: they are just these. The caller is its owner now."""
         if not self._prefetched.get(block.id):
             return None
         kept = self._usable(block)
-        like = [read for read in kept if read.create == create]
-        for read in like:
+        for read in kept:
             if np.array_equal(read.keys, keys):
                 kept.remove(read)
                 return read, None
-        for read in like:
+        for read in kept:
             places = places_among(read.keys, keys)
             if places is not None:
                 kept.remove(read)
@@ -432,7 +424,7 @@ def _among(held: Array, keys: Array) -> Array:
 
 
 def _parts(
-    wanted: Sequence[tuple[Block, Array, bool]], most: int
-) -> Iterator[Sequence[tuple[Block, Array, bool]]]:
+    wanted: Sequence[tuple[Block, Array]], most: int
+) -> Iterator[Sequence[tuple[Block, Array]]]:
     for start in range(0, len(wanted), most):
         yield wanted[start : start + most]

@@ -135,9 +135,7 @@ def lay_push(
     return RowPush(block, tuple(headers), slot, bad)
 
 
-def lay_pull(
-    links: Links, block: Block, keys: Array, *, create: bool, exact: bool = False
-) -> RowPull:
+def lay_pull(links: Links, block: Block, keys: Array, *, exact: bool = False) -> RowPull:
     """Take memory for a read of some rows, and write the keys for each shard.
 
     Args:
@@ -152,7 +150,7 @@ def lay_pull(
     places: list[ReadTarget] = []
     kind = ExactKeys if exact else Keys
     for count, at in routing.lay_keys(keys, shards, slot.words):
-        asked = kind(count, arena, offset + at, total, create)
+        asked = kind(count, arena, offset + at, total)
         places += [ReadTarget(block.id, arena, offset + start, asked)]
     return RowPull(block, tuple(places), slot, start, (total, dim))
 

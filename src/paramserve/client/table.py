@@ -63,8 +63,8 @@ class GivenRows(Struct, frozen=True, eq=False):
 class Table:
     """Rows of `dim` values by key, on the servers of a client; `client.table` makes it.
 
-    Keys are integers of 64 bits, any of them. A row is there from its first use on; until then it
-    reads as its initial value. Each shard holds the keys that hash to it.
+    Keys are integers of 64 bits, any of them. A row is there from the first push to it on; until
+    then it reads as its initial value. Each shard holds the keys that hash to it.
 
     Attributes:
         name: also of its group, for `client.tick`, `client.set_consistency` and reports.
@@ -100,8 +100,8 @@ class Table:
     def keys_of(self, strings: Any) -> Array:
         """Keys of strings, as `ps.keys_of`; a table with labels keeps the strings as well.
 
-        `pull`, `push`, `put` and `prefetch` take the strings themselves, and do the same. Hash a
-        column once where it is used often.
+        `push` and `put` take the strings themselves, and do the same; `pull` and `prefetch` take
+        them and keep none. Hash a column once where it is used often.
 
         Raises:
             As `ps.keys_of`; where labels are sent also as `put`.
@@ -115,9 +115,9 @@ class Table:
     def labels(self, keys: npt.ArrayLike) -> list[str]:
         """The strings that keys were made of, in their order; empty where none is known.
 
-        Known is what any client has given to this table as a string: to `keys_of`, `push`, `put`,
-        or to a `pull` or `prefetch` that may create rows. Of strings with equal keys, the one that
-        was sent last; of one above 96 bytes, its beginning.
+        Known is what any client has given to this table as a string: to `keys_of`, `push` or `put`.
+        Of strings with equal keys, the one that was sent last; of one above 96 bytes, its
+        beginning.
 
         Raises:
             ValueError: the table was made without `labels=True`.
@@ -158,16 +158,18 @@ class Table:
         self,
         keys: npt.ArrayLike,
         *,
-        create: bool = True,
+        learns: bool = True,
         exact: bool = False,
         timeout_s: float | None = None,
     ) -> Array:
-        """Read rows.
+        """Read rows. That changes nothing on the servers: a key without a row reads as its initial
+        value and gets none, and reading a row is no use of it for `evict`.
 
         Args:
             keys: integers or strings (see `ps.keys_of`) of any shape; they may repeat.
-            create: whether keys without a row get one, if the table admits them; False: they read
-                as their initial value and leave no trace, as for an evaluation.
+            learns: whether a push may follow that was computed from these rows: its staleness
+                counts from the oldest such read since the last push. False, as for an evaluation:
+                it does not count from this one.
             exact: ask the servers for the rows as they have them: no codec of pulls rounds them,
                 and none is a copy kept here or was prefetched.
         Returns:
@@ -177,10 +179,10 @@ class Table:
                 read.
             PullTimeout: not there in `timeout_s`; the text says who is missing.
         """
-        flat, shape = as_keys(keys, self.name, self.keys_of if create else None)
-        if self._unasked and create:
+        flat, shape = as_keys(keys, self.name)
+        if self._unasked and learns:
             self._compare_with_labels(flat)
-        found = self._reads.pull(self.block, flat, create=create, timeout_s=timeout_s, exact=exact)
+        found = self._reads.pull(self.block, flat, learns=learns, timeout_s=timeout_s, exact=exact)
         if self.wide is not None:
             found = found.view(self.wide)
         return found if len(shape) == 1 else found.reshape(*shape, self.dim)
@@ -224,7 +226,7 @@ class Table:
             self._compare_with_labels(flat)
         return flat, rows
 
-    def prefetch(self, keys: npt.ArrayLike, *, create: bool = True) -> None:
+    def prefetch(self, keys: npt.ArrayLike) -> None:
         """Ask for rows now, for one pull to come: the next one of only these keys finds them here.
 
         They are read as they are now; what is pushed in between is not in them. A pull uses them if
@@ -232,13 +234,11 @@ class Table:
         read the values of one clock, none. Else they are let go, and it asks the servers. So under
         `ps.BoundedStaleness(bound)` a row may be bound + 1 clocks behind.
 
-        Args:
-            create: what that pull will say; a pull that says something else does not take them.
         Raises:
             As `pull`; what the servers refuse is raised by the pull.
         """
-        flat, _ = as_keys(keys, self.name, self.keys_of if create else None)
-        self._reads.prefetch([(self.block, flat, create)])
+        flat, _ = as_keys(keys, self.name)
+        self._reads.prefetch([(self.block, flat)])
 
     def cache_rows(
         self, rows: int = 100_000, *, clocks: int = 4, keep_pushed: bool = False
@@ -250,8 +250,7 @@ class Table:
         ends none, copies never grow old. A copy that was read at clock c is used up to clock
         c + `clocks`, so under `ps.BoundedStaleness(bound)` a row may be bound + `clocks` clocks
         behind, or one more if it is prefetched. The staleness that is reported for pushes counts
-        from the oldest copy used. A read that finds a row here does not count as a use of it for
-        `evict`, and creates none.
+        from the oldest copy used.
 
         Args:
             rows: copies at most, of 4 x dim + 17 bytes and up to 64 for their index; those that are
@@ -397,7 +396,7 @@ class Table:
         return removed
 
     def contains(self, keys: npt.ArrayLike, *, timeout_s: float | None = None) -> Array:
-        """Whether keys have a row. It creates none, and is no use of one for `evict`.
+        """Whether keys have a row.
 
         Args:
             keys: integers or strings of any shape; they may repeat.

@@ -113,9 +113,6 @@ class GroupMachine:
             return self._read_at_last(session, request, session.done)
         if state.table is not None:
             state.table.clock = state.members.slowest
-            state.table.collects = (
-                state.collects if state.changes.later else state.changes.first.policy.collects
-            )
         steps = bool(step.push or step.tick or step.skip)
         clocks, changes = state.members.clocks, state.changes
         member = rank in clocks

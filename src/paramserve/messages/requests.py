@@ -35,16 +35,15 @@ class Keys(Struct, frozen=True, array_like=True):
     """Which rows of a table are read, and to which places of the reader's array.
 
     At the place lie the keys, int64 [rows], and then the places, int32 [rows], each the number of
-    a row of the array; both padded to `ALIGN`. `total`: rows of that array. With `create`, a key
-    without a row gets one, if the table lets it. In arena 0 lie only the keys, and the rows come
-    back in their order; of a table with codecs, as `core.table.encoded` says.
+    a row of the array; both padded to `ALIGN`. `total`: rows of that array. In arena 0 lie only the
+    keys, and the rows come back in their order; of a table with codecs, as `core.table.encoded`
+    says.
     """
 
     rows: int
     arena: int
     offset: int
     total: int
-    create: bool
 
 
 class ReadTarget(Struct, frozen=True, array_like=True):

@@ -252,8 +252,7 @@ def ahead(
     a table since its rows were asked for, or under a policy whose workers all read the values of
     one clock (`ps.Sync`) any; see `Table.prefetch`.
 
-    Where a module is named, and not its table, its padding gets no row. Under `torch.no_grad()`,
-    and for modules in `eval()`, no row is created.
+    Where a module is named, and not its table, the row of its padding is not asked for.
 
     Args:
         batch_of: what `keys_of` is given of each.
@@ -293,18 +292,15 @@ def _reads(client: Client, told: Any) -> list[TableRead]:
 def _read(client: Client, where: Any, keys: Any) -> TableRead:
     if isinstance(keys, Tensor):
         keys = keys.detach().cpu().numpy()
-    learns = torch.is_grad_enabled()
     if isinstance(where, KeyedModule):  # as its forward pass will pull them
-        learns = learns and where.rows.trained and where.training
-        hashes = where.table.keys_of if learns else None
-        distinct, _ = routing.distinct(as_keys(keys, where.table.name, hashes)[0])
+        distinct, _ = routing.distinct(as_keys(keys, where.table.name)[0])
         if where.padding_idx is not None:
             distinct = distinct[distinct != where.padding_idx]
-        return TableRead(where.table, distinct, learns)
+        return TableRead(where.table, distinct)
     table = client.table(where) if isinstance(where, str) else where
     if not isinstance(table, Table):
         raise TypeError(
             "the function of prefetch= names what it gives keys for by a table, its name or a "
             f"module on it, not by {where!r}"
         )
-    return TableRead(table, keys, learns)
+    return TableRead(table, keys)

@@ -242,10 +242,9 @@ class KeyedModule(nn.Module):
 
     A forward pass pulls the rows of the ids that it is given, each once. While gradients are
     enabled, the backward pass leaves theirs on `rows`, which all modules on one table share, and
-    `optimizer.step()` of `worker.optimizer` sends them. In training mode a row is created when it
-    is first used. Under `torch.no_grad()`, and in `eval()`, unknown keys read as their initial
-    values and nothing is created. `torch.compile` leaves the pull to Python and compiles what is
-    before and behind it; with `fullgraph=True` it refuses the model.
+    `optimizer.step()` of `worker.optimizer` sends them, which creates the rows of new keys; until
+    then these read as their initial values. `torch.compile` leaves the pull to Python and compiles
+    what is before and behind it; with `fullgraph=True` it refuses the model.
 
     The table's own rule makes the steps, with the hyper-parameters that it was defined with: a
     learning rate scheduler of torch's, or the options of the torch optimizer, do not reach it.
@@ -301,10 +300,10 @@ class KeyedModule(nn.Module):
                 inside a transform of `torch.func`. Nothing was pulled.
         """
         learns = torch.is_grad_enabled() and self.rows.trained
-        creates = learns and self.training
         if not isinstance(ids, Tensor):
             what = f"ids of table {self._table.name!r}"
-            found_keys = self._table.keys_of(ids) if creates else hashed(ids, what)
+            keep = learns and self.training  # a push of their keys follows, without the strings
+            found_keys = self._table.keys_of(ids) if keep else hashed(ids, what)
             ids = torch.from_numpy(found_keys).to(self.rows.device)
         if ids.dtype not in _INTEGERS:
             raise TypeError(
@@ -326,7 +325,7 @@ class KeyedModule(nn.Module):
             behind = places - (places > padding).long()
             places = torch.where(places == padding, len(keys), behind)
             padding = len(keys)
-        rows = self._pull(keys, create=creates)
+        rows = self._pull(keys, learns=learns and self.training)
         if padding is not None:
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         rows = rows.to(ids.device, self.rows.dtype)
@@ -345,10 +344,10 @@ class KeyedModule(nn.Module):
         found = (keys == self.padding_idx).nonzero()
         return int(found) if len(found) else None
 
-    def _pull(self, keys: Tensor, *, create: bool, exact: bool = False) -> Tensor:
+    def _pull(self, keys: Tensor, *, learns: bool = False, exact: bool = False) -> Tensor:
         if not len(keys):
             return _no_rows(self.embedding_dim)
-        return torch.from_numpy(self._table.pull(keys.numpy(), create=create, exact=exact))
+        return torch.from_numpy(self._table.pull(keys.numpy(), learns=learns, exact=exact))
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -370,7 +369,7 @@ class KeyedModule(nn.Module):
         values = torch.empty(count, self.embedding_dim, dtype=self.rows.dtype, device="cpu")
         for start in range(0, count, READ_ROWS):
             keys = torch.arange(start, min(start + READ_ROWS, count), device="cpu")
-            values[start : start + READ_ROWS] = self._pull(keys, create=False, exact=True)
+            values[start : start + READ_ROWS] = self._pull(keys, exact=True)
         if padding is not None:
             values[padding] = 0
         return values.to(self.rows.device)

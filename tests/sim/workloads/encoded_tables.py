@@ -137,9 +137,8 @@ class EncodedRows(Parameters):
         if not exact:
             return pull
         keys = KEYS[[key.id for key in step.pull]]
-        create = any(place.keys.create for place in pull.places if place.keys is not None)
         client.exchange.give_back([pull.slot])
-        return lay_pull(client.exchange, pull.block, keys, create=create, exact=True)
+        return lay_pull(client.exchange, pull.block, keys, exact=True)
 
     def judge(self, cluster: SimulatedCluster) -> Mapping[str, Sequence[str]]:
         codecs = f"with {self._form.push!r} and {self._form.pull!r}"

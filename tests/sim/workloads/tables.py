@@ -202,9 +202,8 @@ class Rows(Parameters):
                 values[slice(None) if client.each_shard_judges() else -1, -1] = np.nan
             pushes.append(lay_push(client.exchange, parts.block, KEYS[numbers], values, None))
         if step.pull:
-            create = client.cluster.random.random() < 0.7
             keys = KEYS[[key.id for key in step.pull]]
-            pulls.append(lay_pull(client.exchange, parts.block, keys, create=create))
+            pulls.append(lay_pull(client.exchange, parts.block, keys))
         return structs.replace(parts, row_pushes=pushes, row_pulls=pulls, leased=True)
 
     def record(

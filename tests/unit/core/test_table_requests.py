@@ -97,7 +97,7 @@ def push(
 def rows_of(one: Rig, keys: list[int], shard: int = 0) -> list[float]:
     """The first value of each row, read without a trace."""
     block = one.shards[shard].blocks[0]
-    place = ReadTarget(0, 0, 0, Keys(len(keys), 0, 0, len(keys), False))
+    place = ReadTarget(0, 0, 0, Keys(len(keys), 0, 0, len(keys)))
     message = Step(0, 0, 0, False, (), (place,))
     memory = {0: gathered([np.array(keys, np.int64)])}
     effects = one.send(ME, message, shard, memory)
@@ -131,7 +131,7 @@ def test_push_of_no_rows_without_a_payload_is_good() -> None:
 def test_push_and_pull_of_one_step_in_one_frame_reads_what_was_pushed() -> None:
     one = rig()
     keys = gathered([np.array([6, 5], np.int64)])  # in any order: the offsets say which is where
-    place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2, True))
+    place = ReadTarget(0, 0, 0, Keys(2, 0, 0, 2))
     message = Step(0, 0, 0, True, (Gradient(0, 0, keys.size, extent=1),), (place,))
     memory = {0: np.concatenate([keys, pushed([5])[0]])}
     effects = one.send(ME, message, 0, memory)
@@ -148,7 +148,7 @@ def test_push_over_shared_memory_reads_to_the_places_named() -> None:
     keys[:], places[:] = [8, 9], [2, 0]
     pushed_keys, pushed_values = gradient_at(arena, 512, 1, DIM)
     pushed_keys[:], pushed_values[:] = 9, 4.0
-    place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 3, True))
+    place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 3))
     message = Step(0, 0, 0, True, (Gradient(0, 1, 512, extent=1),), (place,))
     done(one.send(ME, message, 0, {1: arena}))
     out = np.frombuffer(arena, np.float32, 3 * DIM, 1024).reshape(3, DIM)
@@ -162,7 +162,7 @@ def test_held_pull_is_checked_again_when_it_is_let_go() -> None:
         arena = np.full(4096, 7, np.uint8)
         keys, places = keys_at(arena, 64, 2)
         keys[:], places[:] = [8, 9], [0, 1]
-        place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 2, True))
+        place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 2))
         done(push(one, [8], tick=False))
         done(one.send(ME, Step(0, 0, int(bad), True, (), ())))
         pull = Step(0, 0, 1 + bad, False, (), (place,))
@@ -182,7 +182,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
     arena = np.full(1 << 16, 7, np.uint8)
     keys, places = keys_at(arena, 64, 2)
     keys[:], places[:] = [8, 9], [1000, -1000]
-    block.read(Memory({1: arena}), ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2, True)))
+    block.read(Memory({1: arena}), ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2)))
     end = (1 << 15) + 2 * DIM * 4
     assert (arena[256 : 1 << 15] == 7).all()
     assert (arena[end:] == 7).all()
@@ -227,16 +227,16 @@ def test_gradient_that_names_pieces_is_refused() -> None:
     "keys",
     [
         None,
-        Keys(-1, 1, 64, 2, True),
-        Keys(2, 0, 64, 2, True),
-        Keys(2, 2, 64, 2, True),
-        Keys(2, 1, 60, 2, True),
-        Keys(2, 1, 4032, 2, True),
-        Keys(1 << 40, 1, 64, 2, True),
-        Keys(2, 1, 64, 1, True),
-        Keys(2, 1, 64, -5, True),
-        Keys(2, 1, 64, 1 << 40, True),
-        Keys(2, 1, 192, 2, True),
+        Keys(-1, 1, 64, 2),
+        Keys(2, 0, 64, 2),
+        Keys(2, 2, 64, 2),
+        Keys(2, 1, 60, 2),
+        Keys(2, 1, 4032, 2),
+        Keys(1 << 40, 1, 64, 2),
+        Keys(2, 1, 64, 1),
+        Keys(2, 1, 64, -5),
+        Keys(2, 1, 64, 1 << 40),
+        Keys(2, 1, 192, 2),
     ],
     ids=["none", "negative", "frame", "arena", "place", "end", "many", "few", "total", "far", "at"],
 )
@@ -255,7 +255,7 @@ def test_read_whose_keys_or_places_do_not_lie_there_is_refused(keys: Keys | None
 def test_read_of_keys_in_a_frame_that_are_not_there_is_refused() -> None:
     one = rig()
     for memory, offset in (({}, 0), ({0: np.zeros(64, np.uint8)}, 64), (pushed([1]), 8)):
-        place = ReadTarget(0, 0, 0, Keys(2, 0, offset, 2, True))
+        place = ReadTarget(0, 0, 0, Keys(2, 0, offset, 2))
         assert isinstance(
             refused(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, memory)), ShapeMismatch
         )
@@ -302,8 +302,8 @@ def test_scan_from_anywhere_gives_rows_or_nothing() -> None:
 def test_read_of_no_rows_is_good_wherever_they_were_to_go() -> None:
     one = rig()
     for place in (
-        ReadTarget(0, 99, -64, Keys(0, 99, 7, 0, True)),
-        ReadTarget(0, 1, 0, Keys(0, 1, 0, 5, True)),
+        ReadTarget(0, 99, -64, Keys(0, 99, 7, 0)),
+        ReadTarget(0, 1, 0, Keys(0, 1, 0, 5)),
     ):
         done(one.send(ME, Step(0, 0, 0, False, (), (place,)), 0, {1: np.zeros(64, np.uint8)}))
 

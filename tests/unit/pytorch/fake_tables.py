@@ -49,17 +49,15 @@ class FakeTable:
     def keys_of(self, strings: Any) -> np.ndarray:
         return hashed(strings, f"keys of table {self.name!r}")
 
-    def pull(self, keys: np.ndarray, *, create: bool = True, exact: bool = False) -> np.ndarray:
+    def pull(self, keys: np.ndarray, *, learns: bool = True, exact: bool = False) -> np.ndarray:
         assert keys.dtype == np.int64
         assert len(keys), "an empty pull is a message for nothing"
-        self.pulls.append((keys.tolist(), create))
+        self.pulls.append((keys.tolist(), learns))
         rows = []
         for key in keys.ravel().tolist():
             row = self.values.get(key)
             if row is None:
                 row = first_value(key, self.dim)
-                if create:
-                    self.values[key] = row
             rows.append(row)
         return np.array(rows, np.float32).reshape(*keys.shape, self.dim)
 

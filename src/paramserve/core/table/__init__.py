@@ -1,1 +1,1 @@
-"""Keyed tables on the shard: int64 keys to rows that are created on first use."""
+"""Keyed tables on the shard: int64 keys to rows that pushes create."""

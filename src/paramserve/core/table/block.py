@@ -24,7 +24,7 @@ from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
-from paramserve.errors import ParamServeError, ShapeMismatch, TableFull
+from paramserve.errors import ParamServeError, ShapeMismatch
 from paramserve.messages import (
     BlockSpec,
     Contains,
@@ -108,7 +108,6 @@ class KeyedBlock(ShardStorage):
     Attributes:
         clock: of its group, the slowest worker's; what rows are said to be used at. The shard
             keeps it.
-        collects: whether its group's gradients wait for a clock's commit. The shard keeps it.
 
     Raises:
         ValueError, TypeError: the rule cannot work on rows.
@@ -126,7 +125,6 @@ class KeyedBlock(ShardStorage):
         self.codecs = row_codecs(spec)
         """Of rows that travel in frames."""
         self.clock = 0
-        self.collects = False
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
         self.hyper = rule.hyper()
@@ -147,7 +145,6 @@ class KeyedBlock(ShardStorage):
         self.store = RowStore(self.layout, state, options, stream, f"table {self.names}")
         self.changes: RowChanges | None = None
         """Since the last checkpoint; None: there was none, nor an attempt."""
-        self._bounded = options.lru is not None or options.max_bytes > 0
 
     @property
     def nbytes(self) -> int:
@@ -422,12 +419,8 @@ class KeyedBlock(ShardStorage):
         return self.codecs.answer(rows)
 
     def read(self, memory: Memory, place: ReadTarget, inline: Array | None = None) -> None:
-        """Write the rows of the keys asked for to their places, or in order to `inline`.
-
-        A full table gives new keys their initial values, and no rows. So does one whose rows are
-        bounded where gradients are collected: reads come in any order, and the order would decide
-        which rows there are. There only gradients, which come in rank order, create and use rows.
-        """
+        """Write the rows of the keys asked for to their places, or in order to `inline`. A key
+        without a row has its initial values; a read creates no row, and is no use of one."""
         keys, places = self._keys(memory, place)
         assert place.keys is not None
         if not keys.size:  # there may be no memory for the rows of none
@@ -439,12 +432,7 @@ class KeyedBlock(ShardStorage):
             assert whole is not None, "check_place() comes first"
             out = np.frombuffer(whole, np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
-        creates = place.keys.create and not (self.collects and self._bounded)
-        purpose = Purpose.PULL if creates else Purpose.READ
-        try:
-            taken = self.store.take(keys, self.clock, purpose)
-        except TableFull:
-            taken = self.store.take(keys, self.clock, Purpose.READ)
+        taken = self.store.take(keys, self.clock, Purpose.READ)
         self.store.read(taken.rows, keys, out, places)
 
     # --- whole rows ------------------------------------------------------------------------------

@@ -112,9 +112,9 @@ class MinCount:
     applied together count once together: all workers' of a clock under Sync, a buffer's under
     Buffered.
 
-    Before that a pull of it reads its initial value and creates nothing, and gradients for it are
-    dropped and counted. Counting is bounded (`admission.CANDIDATES_MAX`): a key whose pushes lie
-    further apart than twice as many other new keys begins again.
+    Before that it reads as its initial value, and gradients for it are dropped and counted.
+    Counting is bounded (`admission.CANDIDATES_MAX`): a key whose pushes lie further apart than
+    twice as many other new keys begins again.
 
     Raises:
         ValueError: `count` is below 1.
@@ -130,7 +130,7 @@ class MinCount:
 class TTL:
     """Evict a row, with its rule state, that was not used in the last `clocks` clocks.
 
-    Pulls and pushes that may create rows count as use. `TTL(...) | LRU(...)` does both.
+    A push to a row, or a `put`, is a use of it; a pull is none. `TTL(...) | LRU(...)` does both.
 
     Raises:
         ValueError: `clocks` is below 1.
@@ -149,7 +149,7 @@ class TTL:
 class LRU:
     """Evict the least recently used row, with its rule state, when there are more than `rows`.
 
-    Under `ps.Sync` only pushes count as use: reads come in no fixed order.
+    A push to a row, or a `put`, is a use of it; a pull is none.
 
     Args:
         rows: of the whole table, of which each server keeps its part; None: only `max_bytes` limits
@@ -197,7 +197,7 @@ class TableOptions:
 
     Args:
         init: what a row begins with.
-        admit: which keys get a row; None: every key that is used.
+        admit: which keys get a row; None: every key that is pushed to.
         evict: which rows go; None: none.
         max_bytes: memory of the table on one server; 0: no limit. Past it the least recently used
             row goes if `evict` has an LRU, else what would create a row is refused (`TableFull`).

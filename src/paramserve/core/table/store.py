@@ -70,8 +70,6 @@ class Purpose(Enum):
 
     READ = "read"
     """To look at: nothing is created, nothing counts as used."""
-    PULL = "pull"
-    """Creates, unless keys need to be admitted. Counts as use."""
     PUSH = "push"
     """Creates; a key that needs to be admitted is counted first. Counts as use."""
     DRAFT = "draft"
@@ -217,8 +215,7 @@ class RowStore:
         rows = np.empty(keys.size, np.int64)
         absent = self._find(keys, rows)
         created = dropped = 0
-        waits = purpose is Purpose.PULL and self._candidates is not None
-        if absent and purpose is not Purpose.READ and not waits:
+        if absent and purpose is not Purpose.READ:
             created, absent = self._create(keys, rows, absent, purpose)
             dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
         elif self._use is not None and purpose not in (Purpose.READ, Purpose.DRAFT):

@@ -88,8 +88,6 @@ class Model:
         if purpose is Purpose.READ:
             return [key in self.used for key in keys]
         new = [key for key in dict.fromkeys(keys) if key not in self.used]
-        if self.count > 1 and purpose is Purpose.PULL:
-            new = []
         counted: list[int] = []
         pushes = purpose in (Purpose.PUSH, Purpose.DRAFT)
         if self.count > 1 and pushes:

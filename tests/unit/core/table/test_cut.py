@@ -65,7 +65,7 @@ class Training:
     def request(self) -> None:
         self.clock += self.dice.random() < 0.3
         keys = keys_of(self.dice.sample(range(KEYS), self.dice.randint(1, 12)))
-        purpose = self.dice.choice((Purpose.PUSH, Purpose.PUSH, Purpose.PULL, Purpose.READ))
+        purpose = self.dice.choice((Purpose.PUSH, Purpose.PUSH, Purpose.PUT, Purpose.READ))
         if self.dice.random() < 0.1:
             self.store.delete(keys, self.clock)
             return

@@ -98,7 +98,7 @@ def test_initial_value_depends_on_the_key_only(keys: list[int], dtype: str) -> N
     alone = {key: read(store_of(options, dtype=dtype), [key])[0].tobytes() for key in keys}
     store = store_of(options, dtype=dtype)
     order = sorted(keys, key=lambda key: splitmix64(key ^ len(keys)))
-    for purpose in (Purpose.READ, Purpose.PUSH, Purpose.PULL, Purpose.READ):
+    for purpose in (Purpose.READ, Purpose.PUSH, Purpose.PUT, Purpose.READ):
         got = read(store, order, purpose)
         assert [row.tobytes() for row in got] == [alone[key] for key in order]
 
@@ -127,7 +127,7 @@ def test_initial_values_go_where_positions_say() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("purpose", [Purpose.PULL, Purpose.READ])
+@pytest.mark.parametrize("purpose", [Purpose.PUT, Purpose.READ])
 def test_nothing_is_written_at_positions_that_are_not_there(dtype: str, purpose: Purpose) -> None:
     """Clients can change them after they were checked."""
     store, keys = RowStore(RowLayout(3, dtype), NONE, TableOptions(Normal()), 1), keys_of(range(4))

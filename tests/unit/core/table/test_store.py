@@ -20,7 +20,7 @@ from paramserve.core.table.store import TO_COME, Purpose, RowStore
 from paramserve.errors import TableFull
 from paramserve.rules.layout import RowLayout
 
-READ, PULL, PUSH, PUT = Purpose.READ, Purpose.PULL, Purpose.PUSH, Purpose.PUT
+READ, PUSH, PUT = Purpose.READ, Purpose.PUSH, Purpose.PUT
 DRAFT = Purpose.DRAFT
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 REQUESTS = st.lists(
@@ -100,7 +100,7 @@ def test_rows_of_a_table_whose_index_has_moved_in_part_are_those_of_a_dict(
         patch.setattr(index_module, "MOVED_MIN", 1)
         store = store_of(limits(1, ttl, lru))
         for clock in range(60):
-            purpose = (PULL, PUSH, PUT, READ)[draw.integers(4) if clock else 0]
+            purpose = (PUT, PUSH, READ)[draw.integers(3) if clock else 0]
             keys = draw.integers(0, 1000, 150 if clock == 0 else draw.integers(1, 15)).tolist()
             model.take(keys, clock, purpose)
             taken = store.take(keys_of(keys), clock, purpose)
@@ -140,7 +140,7 @@ def filled(store: RowStore, pushes: int = 1) -> int:
 
 def test_deleted_row_begins_again_with_its_initial_values_and_state() -> None:
     store = store_of()
-    store.take(keys_of([1, 2, 3]), 0, PULL)
+    store.take(keys_of([1, 2, 3]), 0, PUT)
     fresh = contents(store)
     change(store, [1, 2, 3], 2.0)
     kept = contents(store)[2]
@@ -148,7 +148,7 @@ def test_deleted_row_begins_again_with_its_initial_values_and_state() -> None:
     assert store.delete(keys_of([3, 1, 1, 9]), 0) == 2
     assert contents(store) == {2: kept}
     assert read(store, [9]).tolist() == initial[1:].tolist()
-    store.take(keys_of([1, 3]), 0, PULL)
+    store.take(keys_of([1, 3]), 0, PUT)
     assert contents(store) == {**fresh, 2: kept}
 
 
@@ -209,7 +209,7 @@ def check_order(limit: str, seed: int) -> None:
         for key, ago in zip(keys.tolist(), idle.tolist(), strict=True):
             if dated or key in new:
                 used[key] = clock - ago, (order := order + 1)
-        store.set_idle(store.take(keys, clock, PUT if dated else PULL).rows, idle)
+        store.set_idle(store.take(keys, clock, PUT).rows, idle)
         assert contents(store).keys() == used.keys(), seed
         mine = np.array(list(used))
         ages = store.idle(store.take(mine, clock, READ).rows, clock)
@@ -225,7 +225,7 @@ def test_rows_past_their_ttl_make_room_before_the_table_is_full() -> None:
     assert len(store) == many
 
 
-@pytest.mark.parametrize("purpose", [PULL, PUSH, PUT])
+@pytest.mark.parametrize("purpose", [PUSH, PUT])
 def test_full_table_refuses_and_stays_as_it_was(purpose: Purpose) -> None:
     store = store_of(limits(1, None, None, 60_000))
     many = filled(store)
@@ -249,7 +249,7 @@ def test_full_table_counts_no_push_that_it_refuses() -> None:
         else:
             with pytest.raises(TableFull):
                 store.take(new, 0, PUSH)
-    assert store.take(new, 0, PULL).rows.tolist() == [-1] * 50
+    assert store.take(new, 0, READ).rows.tolist() == [-1] * 50
 
 
 class Refusing:
@@ -278,7 +278,7 @@ class Refusing:
 
 @pytest.mark.parametrize(
     ("purpose", "count", "least"),
-    [(PULL, 1, 5), (PUSH, 1, 5), (PUT, 1, 5), (PULL, 2, 0), (PUSH, 2, 2), (PUT, 2, 5)],
+    [(PUSH, 1, 5), (PUT, 1, 5), (PUSH, 2, 2), (PUT, 2, 5)],
 )
 def test_request_without_memory_for_its_rows_is_refused_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, purpose: Purpose, count: int, least: int
@@ -320,11 +320,11 @@ def test_request_without_memory_for_its_rows_is_refused_and_changes_nothing(
 def test_request_of_more_keys_than_max_bytes_has_room_for_is_refused() -> None:
     store = store_of(TableOptions(INIT, evict=LRU(3), max_bytes=20_000))
     most = store.room
-    store.take(keys_of([1, 2]), 0, PULL)
+    store.take(keys_of([1, 2]), 0, PUT)
     with pytest.raises(TableFull, match=f"{most + 1} rows at once, this table has room for {most}"):
-        store.take(np.arange(2, most + 3), 0, PULL)
+        store.take(np.arange(2, most + 3), 0, PUT)
     assert contents(store).keys() == {1, 2}
-    store.take(np.arange(2, most + 2), 0, PULL)
+    store.take(np.arange(2, most + 2), 0, PUT)
     assert len(store) == most
 
 
@@ -353,7 +353,7 @@ def test_memory_is_rows_and_a_small_part_more() -> None:
     store = store_of(TableOptions(Zeros()), dim=61)
     values = 4 * store.layout.words
     for start in range(0, 40_000, 400):
-        store.take(np.arange(start, start + 400), 0, PULL)
+        store.take(np.arange(start, start + 400), 0, PUT)
         assert values * len(store) < store.memory_bytes < 1.25 * values * len(store) + 16_384
 
 
@@ -365,7 +365,7 @@ def test_written_rows_are_read_again(dtype: str) -> None:
 
 def check_rows_written(dtype: str, dim: int) -> None:
     store, keys = store_of(dim=dim, dtype=dtype), keys_of([5, -6, 7])
-    before = read(store, [5, -6, 7, 8], PULL)
+    before = read(store, [5, -6, 7, 8], PUT)
     rows = store.take(keys, 0, PUT).rows
     values = np.arange(3 * dim, dtype=np.float32).reshape(3, dim) - 2.5
     state = np.arange(9, dtype=np.float32).reshape(3, 3)
@@ -394,15 +394,15 @@ def test_rows_without_state_and_count_have_none() -> None:
 
 def test_scan_meets_each_row_once_while_others_come_and_go() -> None:
     store = store_of(limits(1, None, 400))
-    store.take(np.arange(400), 0, PULL)
+    store.take(np.arange(400), 0, PUT)
     met: list[int] = []
     cursor, step = 0, 0
     while cursor >= 0:
         keys, rows, cursor = store.scan(cursor, 13)
         assert (store.take(keys, 0, READ).rows == rows).all()
         met += keys.tolist()
-        store.take(np.arange(300), 0, PULL)
-        store.take(np.arange(1000 + step, 1005 + step), 0, PULL)
+        store.take(np.arange(300), 0, PUT)
+        store.take(np.arange(1000 + step, 1005 + step), 0, PUT)
         step += 5
     assert len(met) == len(set(met))
     assert set(range(300)) <= set(met)
@@ -414,7 +414,7 @@ def test_same_requests_give_the_same_bytes() -> None:
         for clock in range(60):
             keys = draw.integers(-60, 60, 20)
             change(store, keys.tolist(), float(clock))
-            rows += store.take(keys, clock, PULL).rows.tolist()
+            rows += store.take(keys, clock, PUT).rows.tolist()
         return store.view(keys_of([0]), keys_of([0])).floats.tobytes(), rows
 
     assert run() == run()
@@ -422,7 +422,7 @@ def test_same_requests_give_the_same_bytes() -> None:
 
 def test_view_is_the_memory_of_the_rows() -> None:
     store, keys = store_of(), keys_of([8, 9])
-    view = store.view(store.take(keys, 0, PULL).rows, keys)
+    view = store.view(store.take(keys, 0, PUT).rows, keys)
     assert view.stream == STREAM
     assert view.layout is store.layout
     assert (view.words.view(np.float32)[view.slots, :3] == read(store, [8, 9])).all()
@@ -435,7 +435,7 @@ def test_growth_of_the_memory_keeps_all_rows() -> None:
     keys = np.arange(20_000) * 977
     expected = read(store, keys.tolist())
     for start in range(0, keys.size, 1000):
-        store.take(keys[start : start + 1000], 0, PULL)
+        store.take(keys[start : start + 1000], 0, PUT)
     assert len(store) == keys.size
     assert (read(store, keys.tolist()) == expected).all()
 
@@ -473,9 +473,8 @@ def test_room_that_is_held_is_for_the_push_that_it_is_held_for() -> None:
     new = np.arange(-room, 0)
     store.take(new, 0, DRAFT)
     store.held = store.drafted
-    for purpose in (PULL, PUT):
-        with pytest.raises(TableFull):
-            store.take(keys_of([1 << 40]), 0, purpose)
+    with pytest.raises(TableFull):
+        store.take(keys_of([1 << 40]), 0, PUT)
     assert store.take(new, 0, PUSH).created == room
 
 
