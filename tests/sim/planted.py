@@ -54,7 +54,7 @@ from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
 from paramserve.core.read_copies import Reads
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import Answer, Request, Sessions, ShardSession
+from paramserve.core.shard_sessions import Answer, ReadRequest, Request, Sessions, ShardSession
 from paramserve.messages import (
     Done,
     GroupMembership,
@@ -337,15 +337,15 @@ def leaver_still_waited_for(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCl
 
 
 def pull_ends_a_rest(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Whatever a rank asks for makes it a member, a read as well."""
+    """A read makes its rank a member."""
 
     class Enters(GroupMachine):
-        def step(self, session: ShardSession, request: Request, now: float) -> Answer | None:
+        def read(self, session: ShardSession, request: ReadRequest, now: float) -> Answer | None:
             if session.live and session.rank not in self.state.members.clocks:
-                rank, seq = session.rank, request.message.seq
+                rank, seq = session.rank, request.message.behind
                 clock = self.state.members.clock_of(rank, self.state.start)
                 self.join_rank(rank, session.client, seq, now, clock)
-            return super().step(session, request, now)
+            return super().read(session, request, now)
 
     return with_group(monkeypatch, Enters)
 

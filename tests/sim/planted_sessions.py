@@ -12,7 +12,7 @@ from paramserve.client.call_frames import Prepared
 from paramserve.client.links import Slot
 from paramserve.client.steps import Steps
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Sync
+from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.core import collecting, ended_calls
 from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
@@ -48,6 +48,24 @@ def no_duplicate_filter(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluste
             return Verdict.NEW if verdict is Verdict.REPEATED else verdict
 
     monkeypatch.setattr(sessions_module, "ShardSession", AcceptsRepeats)
+    return SimulatedCluster
+
+
+def reads_pass_by_what_was_sent_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """A read is answered, whatever of its client waits on the shard."""
+    monkeypatch.setattr(ShardSession, "has_answered", lambda session, seq: True)
+    return SimulatedCluster
+
+
+def repeated_read_is_executed_again(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Values are written once more to memory that the client may use for something else by then."""
+
+    class ForgetsReads(ShardSession):
+        asked = property(lambda session: 0, lambda session, seq: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr(sessions_module, "ShardSession", ForgetsReads)
     return SimulatedCluster
 
 
@@ -358,6 +376,7 @@ SYNC: tuple[Plant, ...] = (
     slot_freed_on_timeout,
     slot_freed_at_the_first_answer,
     refused_step_ends_no_clock,
+    reads_pass_by_what_was_sent_before,
 )
 ASYNC: tuple[Plant, ...] = (
     no_duplicate_filter,
@@ -369,4 +388,5 @@ ASYNC: tuple[Plant, ...] = (
 )
 DEATHS_BY_CLOCK: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (propose_ignored, Sync(reduce="sum"), {"faults": DEATHS}),
+    (repeated_read_is_executed_again, BoundedStaleness(4), {}),
 )

@@ -238,7 +238,7 @@ def test_without_faults_every_push_is_acknowledged() -> None:
     cluster = replay(0, consistency=Async(), faults=Faults())
     pushes = [call for call in cluster.history.calls if call.push is not None]
     assert len(pushes) > 20
-    assert all(call.acknowledged for call in pushes)
+    assert all(call.acknowledged for call in pushes if not call.spoiled)
 
 
 def test_repr_of_scenario_names_what_differs() -> None:

@@ -342,9 +342,9 @@ class Dense:
         tickets: list[Ticket] = []
         try:
             for blocks in selection.groups:
-                self._steps.begin(timeout_s, "pull")
+                self._steps.begin(timeout_s, "pull", reads=True)
                 parts = StepParts("pull", blocks[0], (), blocks, by_name=True)
-                tickets += self._steps.send([parts])
+                tickets += self._steps.ask([parts])
         except ParamServeError:
             self._forget(tickets)
             raise

@@ -42,11 +42,13 @@ from paramserve.messages import (
     Done,
     Inquire,
     Joined,
+    Read,
     Refused,
     ServerBeat,
     ShardReply,
     ShardRequest,
     Step,
+    Values,
     Waiting,
     decoder,
     encode,
@@ -205,7 +207,7 @@ class Exchange(Links):
     def _may_begin_anew(self) -> bool:
         """Whether a new session would repeat and lose nothing: no worker waits for this client, and
         all that it has sent was answered."""
-        return self._hello.rank == NO_RANK and not any(s.session.unanswered for s in self.shards)
+        return self._hello.rank == NO_RANK and not any(s.session.outstanding for s in self.shards)
 
     def refresh(self) -> bool:
         """Before a call: make links anew that have ended while the client was idle.
@@ -278,36 +280,44 @@ class Exchange(Links):
 
     # --- sending -----------------------------------------------------------------------------
 
-    def has_room(self, requests: int = 1) -> bool:
+    def has_room(self, requests: int = 1, *, reads: bool = False) -> bool:
         """Whether every session's window has room: then a call goes to all shards or to none.
 
         Args:
             requests: of the call, to each shard.
+            reads: whether these are reads, which have a room of their own.
         Raises:
             ServerGone, WorkerFenced: a shard is gone. Nothing was sent.
         """
         for shard in self.shards:
             session = shard.session
-            room = session.has_room(requests) if session.unanswered else requests <= self.requests
+            if reads:
+                room = not session.reads or session.has_room_to_read(requests)
+            else:
+                room = not session.unanswered and requests <= self.requests
+                room = room or session.has_room(requests)
             if shard.gone is not None or not room:
                 self._check_gone()
                 return False
         return True
 
-    def wait_for_room(self, timeout_s: float, requests: int) -> bool:
+    def wait_for_room(self, timeout_s: float, requests: int, *, reads: bool = False) -> bool:
         """Wait until `has_room`; whether that was in time.
 
         Raises:
             ServerGone, WorkerFenced: a shard is gone. ClientClosed: the client was closed. Nothing
                 was sent.
         """
-        return self.read_until(lambda: self.has_room(requests), self.now() + timeout_s)
+        return self.read_until(lambda: self.has_room(requests, reads=reads), self.now() + timeout_s)
 
-    def full(self, requests: int) -> str:
+    def full(self, requests: int, *, reads: bool = False) -> str:
         """Which shard has no room; empty: all have."""
         for shard in self.shards:
-            if not shard.session.has_room(requests):
-                return f"shard {shard.number} left {shard.session.window} calls unanswered"
+            session = shard.session
+            if reads and not session.has_room_to_read(requests):
+                return f"shard {shard.number} left {len(session.reads)} reads unanswered"
+            if not (reads or session.has_room(requests)):
+                return f"shard {shard.number} left {session.window} calls unanswered"
         return ""
 
     @property
@@ -322,7 +332,7 @@ class Exchange(Links):
 
     def submit(
         self,
-        requests: Sequence[ShardRequest],
+        requests: Sequence[ShardRequest | None],
         operation: Operation,
         numbered: Callable[[], None] | None = None,
     ) -> None:
@@ -343,60 +353,62 @@ class Exchange(Links):
 
     def submit_together(
         self,
-        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        calls: Sequence[tuple[Sequence[ShardRequest | None], Operation]],
         numbered: Callable[[], None] | None = None,
     ) -> None:
         """Send several requests to each shard in one frame; for the rest as `submit`.
 
         Args:
-            calls: one request for each shard, in shard order, and the operation that they are.
+            calls: one request for each shard, in shard order, and the operation that they are. Of a
+                read None for a shard that has nothing of it, which the operation does not wait for.
         """
         with self._lock:
             if self._closed or self._torn or self._mid_call:
                 self._check()
             self._torn = "a request"
             self._mid_call |= self._numbers
+            self._place = place = self._place + 1
             for _, operation in calls:
                 operation.numbered = True
             messages: list[list[ShardRequest]] = []
             for shard in self.shards:
-                if self._gone is not None:
-                    for _, operation in calls:
-                        operation.failed(self._gone)
-                    continue
                 each: list[ShardRequest] = []
                 for requests, operation in calls:
                     request = requests[shard.number]
-                    each += [shard.session.submit(request, operation, first=not each)]
+                    if request is None:
+                        continue
+                    if self._gone is not None:
+                        operation.failed(self._gone)
+                        continue
+                    each += [shard.session.submit(request, operation, first=not each, place=place)]
                 messages += [each]
-            frames: list[Framed] = []
+            frames: list[Framed | None] = []
             try:
-                for shard, each in zip(self.shards, messages, strict=False):
-                    frames += [self._frame(shard, each)]
+                for shard, each in zip(self.shards, messages, strict=True):
+                    frames += [self._frame(shard, each) if each else None]
             except BaseException:
                 self._take_back(calls, messages)
                 raise
             if numbered is not None:
                 numbered()
             self._torn = ""
-            for shard, frame in zip(self.shards, frames, strict=False):
+            for shard, frame in zip(self.shards, frames, strict=True):
                 # A broken link is made anew by the thread that reads next, which sends this again.
-                try:
-                    self._transmit(shard, frame)
-                except ConnectionError:
-                    self._disconnect(shard)
+                if frame is not None:
+                    try:
+                        self._transmit(shard, frame)
+                    except ConnectionError:
+                        self._disconnect(shard)
                 self._mid_call -= {shard.number}
-            if not frames:
-                self._mid_call.clear()
 
     def _take_back(
         self,
-        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        calls: Sequence[tuple[Sequence[ShardRequest | None], Operation]],
         messages: Sequence[Sequence[ShardRequest]],
     ) -> None:
         """Calls that were numbered just now are not sent: the next one has their numbers."""
-        for shard, each in zip(self.shards, messages, strict=False):
-            shard.session.take_back(len(each))
+        for shard, each in zip(self.shards, messages, strict=True):
+            shard.session.take_back(each)
         for _, operation in calls:
             operation.numbered = False
         self._mid_call.clear()
@@ -543,7 +555,7 @@ class Exchange(Links):
         header = link.receive(0.0)
         while header is not None:
             reply = _decode(header)
-            if type(reply) is not Done or link.payload_bytes:
+            if (type(reply) is not Done and type(reply) is not Values) or link.payload_bytes:
                 self._take(shard, link, reply)
             else:
                 self._torn = "an answer"
@@ -559,7 +571,7 @@ class Exchange(Links):
         if isinstance(reply, Refused) and reply.seq == 0:  # the server is about to cut this link
             raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if link.payload_bytes:
-            sent = shard.session.sent(reply.seq)
+            sent = shard.session.sent(reply)
             if sent is None:
                 link.skip_payload()
             else:
@@ -572,15 +584,15 @@ class Exchange(Links):
         """The group of the step that holds up what a shard was sent after it, if one does."""
         with self._lock:
             for shard in self.shards:
-                if shard.session.unanswered:
-                    oldest = shard.session.unanswered[0].message
-                    if isinstance(oldest, Step):
+                for queue in (shard.session.unanswered, shard.session.reads):
+                    oldest = queue[0].message if queue else None
+                    if isinstance(oldest, Step | Read):
                         return oldest.group
         return None
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
-        asked = [shard for shard in self.shards if shard.session.unanswered]
+        asked = [shard for shard in self.shards if shard.session.outstanding]
         answers = self._ask(asked, Inquire(group), timeout_s)
         return [answer for answer in answers if isinstance(answer, Waiting)]
 
@@ -635,7 +647,7 @@ class Exchange(Links):
         """Wait until every request has been answered; False after `timeout_s`."""
 
         def settled() -> bool:
-            return not any(shard.session.unanswered for shard in self.shards)
+            return not any(shard.session.outstanding for shard in self.shards)
 
         return self.read_until(settled, self.now() + timeout_s)
 

@@ -226,6 +226,8 @@ class Links:
         """Slots to be given back with the next `take`: added to where an array ends, which may be
         anywhere in any thread."""
         self._arenas: dict[int, Arena] = {}
+        self._place = 0
+        """Of the last call, among all that this client has sent."""
         self._takes = 0
         """Takes since arenas were given back."""
         self._most = 0
@@ -293,9 +295,9 @@ class Links:
             if self.returned:
                 self._take_returned()
             if self._pool.lost:
-                sessions = [each.session for each in self.shards]
-                oldest, last = min(s.oldest for s in sessions), max(s.last for s in sessions)
-                self._pool.reclaim(oldest=oldest, last=last)
+                places = [each.session.oldest for each in self.shards]
+                oldest = min((each for each in places if each is not None), default=self._place + 1)
+                self._pool.reclaim(oldest=oldest, last=self._place)
             self._takes += 1
             if self._takes >= TRIM_TAKES:
                 self._trim()

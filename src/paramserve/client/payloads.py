@@ -29,6 +29,7 @@ from paramserve.messages import (
     Gradient,
     Keys,
     Put,
+    Read,
     ReadTarget,
     Scan,
     ShardRequest,
@@ -93,6 +94,9 @@ class Payloads:
         """
         if isinstance(message, Step):
             return self._inline_step(shard, message, payload)
+        if isinstance(message, Read):
+            pull = self._inline_reads(shard, message.pull, payload)
+            return structs.replace(message, pull=pull)
         if isinstance(message, TakeSnapshot):
             pull = self._inline_reads(shard, message.pull, payload, exact=True)
             return structs.replace(message, pull=pull)
@@ -196,7 +200,7 @@ class Payloads:
             ProtocolError: it is none that a server sends.
         """
         message = sent.message
-        if isinstance(message, Step | TakeSnapshot):
+        if isinstance(message, Step | Read | TakeSnapshot):
             exact = isinstance(message, TakeSnapshot)
             # Loops and `+=`, as in `Steps._prepare`: a small step has few calls.
             placed: list[ReadTarget] = []

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+NOT_READ = 1 << 62
+"""In place of the version of a shard that none of the rows is on: above any, so that nothing is
+stale there."""
 NO_ROWS: Array = np.empty((0, 0), np.float32)
 PREFETCHED_MAX = 64
 """Prefetches of one table that wait to be read; the oldest goes first. A batch may have one for
@@ -203,7 +206,7 @@ class RowReads:
                 asked += [read]
         if not asked:
             return reads
-        self._steps.begin(timeout_s, "pull", len(asked))
+        self._steps.begin(timeout_s, "pull", len(asked), reads=True)
         parts: list[StepParts] = []
         try:
             for read in asked:
@@ -212,7 +215,7 @@ class RowReads:
         except Overloaded:  # at once: what refers to the error refers to these
             self._exchange.give_back([slot for each in parts for slot in each.taken_slots])
             raise
-        for read, ticket in zip(asked, self._steps.send(parts), strict=True):
+        for read, ticket in zip(asked, self._steps.ask(parts), strict=True):
             read.ticket = ticket
         return reads
 
@@ -236,7 +239,7 @@ class RowReads:
             replies = read.ticket.operation.replies
             versions = []
             for shard in range(self._exchange.count):
-                versions += [replies[shard].version]
+                versions += [replies[shard].version if shard in replies else NOT_READ]
         with self._lock:
             if read.found is not None and versions is not None:
                 self._keep(read, asked, versions)

@@ -38,6 +38,7 @@ from paramserve.messages import (
     Gradient,
     GroupReport,
     JoinGroup,
+    Read,
     ReadTarget,
     Saved,
     SentGradients,
@@ -256,12 +257,20 @@ class Steps(ClientClocks):
 
     # --- sending -----------------------------------------------------------------------------
 
-    def begin(self, timeout_s: float | None = None, what: str = "push", requests: int = 1) -> None:
+    def begin(
+        self,
+        timeout_s: float | None = None,
+        what: str = "push",
+        requests: int = 1,
+        *,
+        reads: bool = False,
+    ) -> None:
         """Before anything is captured or sent: raise what was not read, and wait for room, with
         None as long as `wait` does.
 
         Args:
             requests: of the call, to each shard.
+            reads: whether these are reads.
         Raises:
             PushTimeout: a shard left too much unanswered (`PullTimeout` if `what` is "pull").
             ParamServeError: as `Exchange.wait_for_room`, or an error of an earlier step.
@@ -274,19 +283,19 @@ class Steps(ClientClocks):
             self.raise_unread()
         if self._forgotten:
             self._let_go()
-        if not exchange.has_room(requests):
-            self._make_room(timeout_s, what, requests)
+        if not exchange.has_room(requests, reads=reads):
+            self._make_room(timeout_s, what, requests, reads)
 
-    def _make_room(self, timeout_s: float | None, what: str, requests: int) -> None:
+    def _make_room(self, timeout_s: float | None, what: str, requests: int, reads: bool) -> None:
         try:
             self.waits.until(
-                lambda limit_s: self._exchange.wait_for_room(limit_s, requests),
+                lambda limit_s: self._exchange.wait_for_room(limit_s, requests, reads=reads),
                 what,
                 None,
                 timeout_s,
             )
         except Timeout as error:
-            full = self._exchange.full(requests)
+            full = self._exchange.full(requests, reads=reads)
             if full:  # else room has come since then
                 error.failed, error.applied = f"{full}: {error.failed}", "no"
                 raise
@@ -403,6 +412,81 @@ class Steps(ClientClocks):
             return [sent[0].ticket]
         by_group = {each.parts.block.group: each.ticket for each in sent}
         return [by_group[each.block.group] for each in parts]
+
+    def ask(self, parts: Sequence[StepParts]) -> list[Ticket]:
+        """Read values of several groups, each from those shards that have some of them, or send
+        nothing. `begin` came first, and all checks have been made.
+
+        Args:
+            parts: that only read.
+        Returns:
+            Their tickets, in the order given.
+        """
+        values: list[Slot] = []
+        tickets: list[Ticket] = []
+        calls: list[tuple[list[Read | None], Operation]] = []
+        try:
+            for each in parts:
+                requests, ticket = self._prepare_read(each, values)
+                assert ticket.operation is not None
+                tickets += [ticket]
+                calls += [(requests, ticket.operation)]
+            self._exchange.submit_together(calls)
+        except BaseException:
+            if calls and calls[0][1].numbered:
+                self._forgotten.extend(tickets)
+            else:
+                slots = [slot for each in parts for slot in each.taken_slots]
+                self._exchange.give_back([*values, *slots])
+            raise
+        return tickets
+
+    def _prepare_read(
+        self, parts: StepParts, values: list[Slot]
+    ) -> tuple[list[Read | None], Ticket]:
+        """What each shard is asked for, None where it has nothing of it, and the ticket.
+
+        Args:
+            values: gets the slots that are taken.
+        """
+        # Loops and `+=`, as in `_prepare`.
+        group, clock = parts.block.group, self.clocks.get(parts.block.group_name, 0)
+        by_shard: list[tuple[ReadTarget, ...]] = [()] * self._shards
+        places = self._take_places(parts, values) if parts.pull else []
+        for wanted, slot in places:
+            kept, cuts = slot.pulled, wanted.spec.cuts
+            whole = kept is not None and kept[0] is wanted
+            targets = kept[1] if kept is not None and whole else self.places(wanted, slot)
+            for shard, target in enumerate(targets):
+                if cuts[shard] < cuts[shard + 1]:
+                    by_shard[shard] += (target,)
+        for read in parts.row_pulls:
+            places += [(read.block, read.slot)]
+            for shard, target in enumerate(read.places):
+                if target.keys is not None and target.keys.rows:
+                    by_shard[shard] += (target,)
+        requests: list[Read | None] = []
+        asked = 0
+        for pull in by_shard:
+            if pull:
+                requests += [Read(0, 0, group, clock, pull)]
+                asked += 1
+            else:
+                requests += [None]
+        if not asked:  # of what has no elements
+            requests[0], asked = Read(0, 0, group, clock, ()), 1
+        operation = Operation(asked)
+        operation.on_complete = partial(self._read_answered, operation)
+        return requests, Ticket(self, parts.what, group, places, operation)
+
+    def _read_answered(self, operation: Operation) -> None:
+        """The answers to a read are there, in whichever thread has read them."""
+        says = False
+        for shard in operation.replies:
+            reply = operation.replies[shard]
+            says = says or reply.retire or reply.news != ()
+        if says:
+            self._hear(operation, None, 0)
 
     def _flush_of(self, encoder: Encoder, ordered: Sequence[StepParts]) -> int:
         """The number of the flush that a call is to be; 0: of none. What was sent before is
@@ -612,8 +696,8 @@ class Steps(ClientClocks):
             says = says or reply.at >= 0 or reply.retire or reply.news != ()
         if says:
             self._hear(operation, sent.parts.block.group_name, clock + sent.parts.options.tick)
-        if operation.error is not None and sent.parts.what != "pull":
-            self._unread[sent.ticket] = None  # a pull that failed has changed nothing
+        if operation.error is not None:
+            self._unread[sent.ticket] = None
 
     def _take_places(self, parts: StepParts, values: list[Slot]) -> list[tuple[Block, Slot]]:
         """Slots for the values of blocks that are read.

@@ -14,7 +14,7 @@ from weakref import ref
 from msgspec import Struct, structs
 
 from paramserve.errors import ParamServeError, rebuild
-from paramserve.messages import ALIGN, Done, Refused, ShardRequest, Step
+from paramserve.messages import ALIGN, Done, NotRead, Read, Refused, ShardRequest, Step, Values
 
 SLOT_ALIGN = ALIGN
 
@@ -98,13 +98,15 @@ class Sent(Struct, eq=False):
     operation: Operation
     call: int
     """Of the calls that this one was part of."""
+    place: int = 0
+    """Of that call among all that the client has sent, to any shard."""
 
 
 class ClientSession:
-    """Numbered requests to one shard.
+    """Numbered requests to one shard, and reads.
 
-    `window` calls may be unanswered, which have `requests` numbers together; a call that would
-    send more waits for a reply first.
+    `window` calls may be unanswered, which have `requests` numbers together, and as many reads; a
+    call that would send more waits for a reply first.
     """
 
     def __init__(self, shard: int, window: int, requests: int | None = None) -> None:
@@ -117,6 +119,10 @@ class ClientSession:
         """Numbered, oldest first: what is sent again on a new connection."""
         self.last = 0
         """The highest number given out."""
+        self.reads: deque[Sent] = deque()
+        """Unanswered, oldest first: these are sent again as well."""
+        self.asked = 0
+        """How many reads were sent."""
 
     def has_room(self, requests: int = 1) -> bool:
         """Whether a call of that many requests may be sent before another reply.
@@ -130,26 +136,42 @@ class ClientSession:
         few = self.last - oldest.message.seq + requests < self.requests
         return few and self.calls - oldest.call + 1 < self.window
 
+    def has_room_to_read(self, reads: int = 1) -> bool:
+        """Whether so many reads may be sent before another is answered."""
+        return len(self.reads) + reads <= self.requests
+
     @property
     def full(self) -> bool:
         """Whether the next request must wait for a reply."""
         return not self.has_room()
 
     @property
-    def oldest(self) -> int:
-        """The lowest number whose answer has not been read."""
-        return self.unanswered[0].message.seq if self.unanswered else self.last + 1
+    def outstanding(self) -> bool:
+        """Whether anything is unanswered."""
+        return bool(self.unanswered or self.reads)
+
+    @property
+    def oldest(self) -> int | None:
+        """The place of the call that is unanswered longest, if one is."""
+        places = [each[0].place for each in (self.unanswered, self.reads) if each]
+        return min(places, default=None)
 
     def submit(
-        self, message: ShardRequest, operation: Operation, *, first: bool = True
+        self, message: ShardRequest, operation: Operation, *, first: bool = True, place: int = 0
     ) -> ShardRequest:
         """Number a request and remember it; returns what to send. The session must have room.
 
-        A step is numbered in place: it is made for one shard and one call.
+        A step or read is numbered in place: it is made for one shard and one call.
 
         Args:
             first: of its call; the others come right after it.
+            place: of the call among all that the client sends.
         """
+        if type(message) is Read:
+            self.asked += 1
+            message.seq, message.behind = self.asked, self.last
+            self.reads.append(Sent(message, operation, self.calls, place))
+            return message
         unanswered = self.unanswered
         if first:
             assert not unanswered or self.has_room(), "the caller waits for a reply first"
@@ -161,30 +183,37 @@ class ClientSession:
             message.seq, message.oldest = last, oldest
         else:
             numbered = structs.replace(message, seq=last)
-        unanswered.append(Sent(numbered, operation, self.calls))
+        unanswered.append(Sent(numbered, operation, self.calls, place))
         return numbered
 
-    def take_back(self, requests: int) -> None:
-        """The last call, of so many requests, is not sent after all."""
-        for _ in range(requests):
-            self.unanswered.pop()
-        self.last -= requests
-        self.calls -= 1
+    def take_back(self, messages: Sequence[ShardRequest]) -> None:
+        """The last call, of these requests, is not sent after all."""
+        numbered = 0
+        for message in messages:
+            if type(message) is Read:
+                self.reads.pop()
+                self.asked -= 1
+            else:
+                self.unanswered.pop()
+                numbered += 1
+        self.last -= numbered
+        self.calls -= numbered > 0
 
-    def sent(self, seq: int) -> Sent | None:
-        """The unanswered request of this number; None if it was answered before."""
-        for each in self.unanswered:
-            if each.message.seq == seq:
+    def sent(self, reply: Done | Refused) -> Sent | None:
+        """The unanswered request that a reply answers; None if it was answered before."""
+        for each in self.reads if isinstance(reply, Values | NotRead) else self.unanswered:
+            if each.message.seq == reply.seq:
                 return each
         return None
 
     def on_reply(self, reply: Done | Refused) -> Sent | None:
         """Take a reply; None if that number was answered before (a repeated answer)."""
-        unanswered = self.unanswered
+        read = type(reply) is Values or type(reply) is NotRead
+        unanswered = self.reads if read else self.unanswered
         if unanswered and unanswered[0].message.seq == reply.seq:
             found = unanswered.popleft()
         else:
-            sent = self.sent(reply.seq)
+            sent = self.sent(reply)
             if sent is None:
                 return None
             found = sent
@@ -198,12 +227,20 @@ class ClientSession:
         Gradients may have been written to since: a step does not say any more that they were
         looked at.
         """
-        return [_not_looked_at(each.message) for each in self.unanswered]
+        reads = [each.message for each in self.reads]
+        numbered = [_not_looked_at(each.message) for each in self.unanswered]
+        return sorted([*numbered, *reads], key=_order)
 
     def abandon(self, error: ParamServeError) -> None:
         """The shard is gone for good: everything unanswered fails."""
-        while self.unanswered:
-            self.unanswered.popleft().operation.failed(error)
+        for queue in (self.unanswered, self.reads):
+            while queue:
+                queue.popleft().operation.failed(error)
+
+
+def _order(message: ShardRequest) -> tuple[int, int]:
+    """In which requests were sent: a read behind the numbered one that came before it."""
+    return (message.behind, message.seq) if type(message) is Read else (message.seq, 0)
 
 
 def _not_looked_at(message: ShardRequest) -> ShardRequest:
@@ -253,7 +290,7 @@ class SlotPool(Generic[S]):
         """By arena: begin and end of what is free and no slot, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
         self._lost_at: dict[ref[S], int] = {}
-        """Of lost slots that `reclaim` has seen, the last number then."""
+        """Of lost slots that `reclaim` has seen, the last call then."""
         self._at: dict[ref[S], tuple[int, int, int]] = {}
         """Arena, begin and size of each slot, free or taken."""
 
@@ -340,12 +377,12 @@ class SlotPool(Generic[S]):
             self._free[size] += [slot]
 
     def reclaim(self, *, oldest: int, last: int) -> None:
-        """Make slots free that were lost, as soon as all requests are answered that were numbered
-        before they were seen here: no later one speaks of them.
+        """Make slots free that were lost, as soon as all calls are answered that were sent before
+        they were seen here: no later one speaks of them.
 
         Args:
-            oldest: the lowest number that a shard has not answered.
-            last: the highest that was given out.
+            oldest: the place of the call that is unanswered longest.
+            last: that of the last call.
         """
         for _ in range(len(self.lost)):
             own = self.lost[0]

@@ -9,7 +9,7 @@ on the clock of a new policy; what is agreed on comes in the order of the decisi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
-from paramserve.core.shard_sessions import Answer, Request, Round, ShardSession
+from paramserve.core.shard_sessions import Answer, ReadRequest, Request, Round, ShardSession
 from paramserve.errors import NotAMember, ParamServeError, PolicyFailed, rebuild
 from paramserve.messages import (
     Commit,
@@ -40,10 +40,12 @@ from paramserve.messages import (
     Paused,
     PeerMessage,
     Prepare,
+    ReadTarget,
     Refused,
     SetPolicy,
     Step,
     Switch,
+    Values,
     Vote,
     Waiting,
 )
@@ -88,6 +90,8 @@ class GroupMachine:
         self.membership = MembershipAgreement(state, decisions)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
+        self.reading: dict[int, ShardSession] = {}
+        """By client: sessions with reads that wait for this group."""
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self._resend_s = resend_s
@@ -200,7 +204,7 @@ class GroupMachine:
             members.ticked(rank, step.clock)
             if self._followers.joiners:
                 self._end_clock(session, members.clocks[rank], collects=False)
-            if self.waiting and members.slowest != slowest:
+            if (self.waiting or self.reading) and members.slowest != slowest:
                 self.look_again()
 
     def _end_clock(self, session: ShardSession, clock: int, *, collects: bool = True) -> None:
@@ -235,7 +239,7 @@ class GroupMachine:
     def _with_news(self, session: ShardSession, answer: Answer) -> Answer:
         """Tell a client that its group has another policy."""
         message = answer.message
-        if type(message) is not Done:
+        if type(message) is not Done and type(message) is not Values:
             return answer
         state, taken = self.state, self.state.changes.taken
         if taken:
@@ -276,11 +280,37 @@ class GroupMachine:
                 session.done = done
                 return None
             if epoch.policy.keeps_reads or state.reads.kept:
-                self._keep_read(epoch, rank, step)
+                self._keep_read(epoch, rank, step.pull)
             exact = epoch.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact)
+
+    def read(self, session: ShardSession, request: ReadRequest, now: float) -> Answer | None:
+        """Answer a read; None: the group's policy lets it wait.
+
+        Raises:
+            ParamServeError, ValueError, TypeError, MemoryError: why it is refused.
+        """
+        state, rank, message = self.state, session.rank, request.message
+        state.now = now
+        if state.table is not None:
+            state.table.clock = state.members.slowest
+        stepping.check_reads(state, message.pull, request.memory)
+        clock, changes = message.clock, state.changes
+        waits = changes.paused is not None and rank >= 0 and clock >= changes.paused.clock
+        if not waits and rank in state.members.clocks:
+            epoch = state.at(clock) if changes.later else changes.first
+            admission = policy_calls.on_pull(epoch, new_pull((rank, clock)), state)
+            waits = admission is not ADMIT and isinstance(admission, Wait)
+            if not waits and (epoch.policy.keeps_reads or state.reads.kept):
+                self._keep_read(epoch, rank, message.pull)
+        if waits:
+            self.reading[session.client] = session
+            return None
+        values = Values(message.seq, state.version, state.members.slowest)
+        answer = self._replies.with_values(state.blocks, request, values)
+        return self._with_news(session, answer)
 
     def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
         """The answer to a step that was answered before, with the values of now.
@@ -292,15 +322,15 @@ class GroupMachine:
         assert isinstance(step, Step)
         stepping.gradients(state, step, request.memory)
         if session.live and rank in state.members.clocks:
-            self._keep_read(state.at(state.members.clocks[rank]), rank, step)
+            self._keep_read(state.at(state.members.clocks[rank]), rank, step.pull)
         done = structs.replace(done, version=state.version, clock=state.members.slowest)
         return self._replies.with_values(state.blocks, request, done)
 
-    def _keep_read(self, epoch: PolicyEpoch, rank: int, step: Step) -> None:
+    def _keep_read(self, epoch: PolicyEpoch, rank: int, pull: Sequence[ReadTarget]) -> None:
         """Keep copies of what a worker reads now, if its policy asks for them."""
         state = self.state
         if epoch.policy.keeps_reads:
-            blocks = [state.blocks[place.block] for place in step.pull]
+            blocks = [state.blocks[place.block] for place in pull]
             dense = [block for block in blocks if isinstance(block, ShardBlock)]
             state.reads.keep(rank, state.version, dense)
         else:
@@ -320,7 +350,7 @@ class GroupMachine:
 
     def look_again(self) -> None:
         """Something has changed that waiting requests may wait for."""
-        if self.waiting and not self._looking:
+        if (self.waiting or self.reading) and not self._looking:
             self._looking = True
             self._outbox.append(LookAgain(self.state.id))
 
@@ -330,6 +360,12 @@ class GroupMachine:
         waiting = list(self.waiting.values())
         self.waiting = {}
         return waiting
+
+    def take_reading(self) -> list[ShardSession]:
+        """The sessions whose reads are to be tried again."""
+        reading = list(self.reading.values())
+        self.reading = {}
+        return reading
 
     def let_go(self, session: ShardSession) -> None:
         """Refuse what a fenced session waits for; what is collected waits for its commit."""
@@ -353,6 +389,7 @@ class GroupMachine:
         """A client has ended."""
         self.state.watching.pop(client, None)
         self.waiting.pop(client, None)
+        self.reading.pop(client, None)
 
     def members_changed(self, members: Mapping[int, Member], live: list[int], now: float) -> None:
         """Workers have come or gone: go on with the members that are left.
@@ -457,7 +494,12 @@ class GroupMachine:
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
-        return group_waits.waiting(self.state, self.waiting.get(client), shard=self.shard)
+        session, reader = self.waiting.get(client), self.reading.get(client)
+        held: Request | ReadRequest | None = None if session is None else session.held
+        if held is None and reader is not None:
+            session, own = reader, [e for e in reader.reads if e.message.group == self.state.id]
+            held = next(iter(own), None)
+        return group_waits.waiting(self.state, session, held, shard=self.shard)
 
     # --- synchronous clocks ----------------------------------------------------------------------
 
@@ -550,7 +592,7 @@ class GroupMachine:
         self.lead.last = commit
         state.commit()
         state.brought_by[rank] = session.client
-        if self.waiting:
+        if self.waiting or self.reading:
             self.look_again()
         done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact=True)

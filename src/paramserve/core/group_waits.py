@@ -9,33 +9,40 @@ from paramserve.consistency.base import Pull, Wait
 from paramserve.core import policy_calls
 from paramserve.core.decisions import LEAD
 from paramserve.core.group_state import GroupState
-from paramserve.core.shard_sessions import ShardSession
+from paramserve.core.shard_sessions import ReadRequest, Request, ShardSession
 from paramserve.errors import PolicyFailed
-from paramserve.messages import Step, Waiting
+from paramserve.messages import Read, Step, Waiting
 
 
-def waiting(state: GroupState, session: ShardSession | None, *, shard: int) -> Waiting:
+def waiting(
+    state: GroupState,
+    session: ShardSession | None,
+    held: Request | ReadRequest | None,
+    *,
+    shard: int,
+) -> Waiting:
     """What a client waits for on one shard.
 
     Args:
-        session: the client's, if its held request waits for the group and is not collected.
+        session: the client's, if something of it waits for the group and is not collected.
+        held: that, or the first read of it.
         shard: number of this shard.
     """
-    reason, ranks = _why(state, session, shard)
+    reason, ranks = _why(state, session, held, shard)
     clocks = state.members.clocks
     missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
-    held = bool(state.collect.pending) or (session is not None and session.held is not None)
-    held = held and bool(missing) and not state.at(state.committed).policy.partial
-    return Waiting(state.id, state.members.slowest, missing, reason, held)
+    holds = bool(state.collect.pending) or held is not None
+    holds = holds and bool(missing) and not state.at(state.committed).policy.partial
+    return Waiting(state.id, state.members.slowest, missing, reason, holds)
 
 
 def _why(
-    state: GroupState, session: ShardSession | None, shard: int
+    state: GroupState, session: ShardSession | None, held: Request | ReadRequest | None, shard: int
 ) -> tuple[str, tuple[int, ...]]:
     """The reason in words, and the ranks that are waited for."""
-    if session is not None and session.held is not None:
-        step = session.held.message
-        if not isinstance(step, Step):
+    if session is not None and held is not None:
+        step = held.message
+        if not isinstance(step, Step | Read):
             return (
                 f"shard {shard} waits for the decision of shard {LEAD} whether "
                 f"rank {session.rank} is a member",
@@ -46,7 +53,7 @@ def _why(
                 f"shard {shard} waits for the change of policy on shard {LEAD}",
                 (),
             )
-        clock = step.clock + step.tick
+        clock = step.clock + (isinstance(step, Step) and step.tick)
         epoch = state.at(clock)
         try:
             answer = policy_calls.on_pull(epoch, Pull(session.rank, clock), state)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paramserve.core.block import BlockUpdate, ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.request_memory import Memory
-from paramserve.core.shard_sessions import Answer, Request
+from paramserve.core.shard_sessions import Answer, ReadRequest, Request
 from paramserve.core.shard_storage import Keep
 from paramserve.core.table.block import KeyedBlock, RowUpdate
 from paramserve.core.table.parts import padded
@@ -30,10 +30,13 @@ from paramserve.messages import (
     Delete,
     Done,
     Fetch,
+    NotRead,
     Put,
+    Read,
     ReadTarget,
     Refused,
     Scan,
+    ShardRequest,
     Step,
     TakeSnapshot,
 )
@@ -117,12 +120,13 @@ class Replies:
     def with_values(
         self,
         blocks: Blocks,
-        request: Request,
+        request: Request | ReadRequest,
         done: Done,
         written: Collection[int] = (),
         exact: bool = False,
     ) -> Answer:
-        """Write the values that a step pulls to their places; the answer says where they are.
+        """Write the values that a step or read asks for to their places; the answer says where they
+        are.
 
         Args:
             written: blocks whose values a rule has left at their place already, in its own pass.
@@ -131,12 +135,12 @@ class Replies:
         Returns:
             The answer; a refusal if there is no memory for them, or a user's codec fails.
         """
-        step, memory = request.message, request.memory
-        assert type(step) is Step
+        message, memory = request.message, request.memory
+        assert type(message) is Step or type(message) is Read
         inline: list[tuple[int, Array]] = []
         changes: list[Array] = []
         try:
-            for place in step.pull:
+            for place in message.pull:
                 block = blocks[place.block]
                 if type(block) is KeyedBlock:
                     if place.arena:
@@ -156,11 +160,13 @@ class Replies:
                 inline = behind(inline, changes)
             return Answer(done, laid(inline, self._allocate) if inline else None, exact)
         except (MemoryError, CodecFailed) as error:
-            applied: Applied = "yes" if step.push and not done.skipped else "no"
+            pushed = type(message) is Step and message.push and not done.skipped
+            applied: Applied = "yes" if pushed else "no"
             if isinstance(error, CodecFailed):
                 error.applied = applied
-                return Answer(refusal(step.seq, error))
-            return Answer(refusal(step.seq, no_memory(self._shard, "the values read", applied)))
+                return Answer(refusal_of(message, error))
+            no_room = no_memory(self._shard, "the values read", applied)
+            return Answer(refusal_of(message, no_room))
 
     def fetch(
         self, state: GroupState, message: Fetch, memory: Memory, part: ShardCut | None = None
@@ -325,6 +331,13 @@ def _snapshot_of(values: dict[int, Array], place: ReadTarget) -> Array:
 def refusal(seq: int, error: ParamServeError) -> Refused:
     """An error as the reply that carries it."""
     return Refused(seq, type(error).__name__, error.failed, error.applied, error.fix)
+
+
+def refusal_of(message: ShardRequest, error: ParamServeError) -> Refused:
+    """The same for a request, which may be a read."""
+    if type(message) is Read:
+        return NotRead(message.seq, type(error).__name__, error.failed, error.applied, error.fix)
+    return refusal(message.seq, error)
 
 
 def no_memory(shard: int, what: str, applied: Applied) -> Overloaded:

@@ -61,10 +61,12 @@ from paramserve.core.replies import (
     no_memory,
     put,
     refusal,
+    refusal_of,
 )
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import (
     Answer,
+    ReadRequest,
     Request,
     Sessions,
     ShardSession,
@@ -96,6 +98,7 @@ from paramserve.messages import (
     Pause,
     PeerMessage,
     Put,
+    Read,
     Refused,
     Scan,
     SetPolicy,
@@ -106,6 +109,7 @@ from paramserve.messages import (
     TakeCut,
     TakeSnapshot,
     Undefine,
+    Values,
     Vote,
     Waiting,
     Watch,
@@ -247,7 +251,7 @@ class Shard:
     def waiting(self) -> int:
         """Requests that are held until something has come, and those behind them."""
         sessions = self.sessions.by_client.values()
-        return sum((each.held is not None) + len(each.queue) for each in sessions)
+        return sum((each.held is not None) + len(each.queue) + len(each.reads) for each in sessions)
 
     def report(
         self, *, notes: bool = False, saved: tuple[str, int, int] | None = None
@@ -309,6 +313,8 @@ class Shard:
                             continue
                         self._execute(session, held)
                         self._resume(session)
+                    for session in waiting.take_reading() if waiting is not None else ():
+                        self._read_waiting(session)
                 case Tell(told):
                     self._effects.notices.append(told)
                 case Stop(flush):
@@ -429,6 +435,7 @@ class Shard:
             if isinstance(held, Step | JoinGroup | SuspendMembership):
                 self.groups[held.group].let_go(session)
             self.ended_calls.collect(session, self._now)
+            self._read_waiting(session)  # refuses
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
@@ -452,6 +459,13 @@ class Shard:
             self._effects.drops.append(event.client)
             return
         session, message = self.sessions.by_client[event.client], event.message
+        if type(message) is Read:
+            if message.behind > session.last or len(session.reads) >= session.requests:
+                self._effects.drops.append(session.client)
+            elif message.seq > session.asked:  # else the network has repeated it
+                session.asked = message.seq
+                self._read_values(session, ReadRequest(message, event.memory))
+            return
         seq = message.seq
         verdict = session.admit(seq)
         if verdict is Verdict.NEW:
@@ -473,6 +487,31 @@ class Shard:
                 fix="keep no more requests unanswered than the window that was agreed",
             )
             self._effects.replies.append((session.client, Answer(refusal(seq, gone))))
+
+    def _read_values(self, session: ShardSession, request: ReadRequest) -> None:
+        """Answer a read, or keep it until the requests before it are answered and its group's
+        policy admits it."""
+        message, answer = request.message, None
+        try:
+            if session.fenced_by is not None:
+                raise session.fenced()
+            if session.has_answered(message.behind):
+                answer = self._group(message.group).read(session, request, self._now)
+        except (ParamServeError, ValueError, TypeError, MemoryError) as error:
+            refused = self._refusal(message, error)
+            answer = Answer(structs.replace(refused, applied="no"))
+        if answer is None:
+            session.reads.append(request)
+            return
+        if session.rank in self.sessions.retiring and type(answer.message) is Values:
+            answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
+        self._effects.replies.append((session.client, answer))
+
+    def _read_waiting(self, session: ShardSession) -> None:
+        """Try again what a session waits to read."""
+        reads, session.reads = session.reads, deque()
+        for request in reads:
+            self._read_values(session, request)
 
     def _repeat(self, session: ShardSession, request: Request) -> None:
         """Answer a request again whose answer may be lost: values that went out in its frame are
@@ -533,7 +572,7 @@ class Shard:
         elif not isinstance(error, ParamServeError):
             # A rule's own check of hyper-parameters, before anything was written.
             error = ParamServeError(str(error), fix="correct the argument")
-        return refusal(message.seq, error)
+        return refusal_of(message, error)
 
     def _answer(self, session: ShardSession, answer: Answer) -> None:
         if session.rank in self.sessions.retiring and type(answer.message) is Done:
@@ -548,6 +587,8 @@ class Shard:
         session.record(answer)
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
+        if session.reads:
+            self._read_waiting(session)
 
     def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
         memory = request.memory

@@ -25,9 +25,10 @@ from paramserve.messages import (
     Done,
     Member,
     Members,
+    NumberedRequest,
+    Read,
     Refused,
     ShardReply,
-    ShardRequest,
     Step,
 )
 
@@ -51,7 +52,14 @@ AWAITED = ("expected", "live", "restarting", "retiring")
 class Request(Struct, frozen=True):
     """A numbered request and the memory that it speaks of, by arena number; 0 is the payload."""
 
-    message: ShardRequest
+    message: NumberedRequest
+    memory: Memory
+
+
+class ReadRequest(Struct, frozen=True):
+    """The same of a read."""
+
+    message: Read
     memory: Memory
 
 
@@ -123,6 +131,11 @@ class ShardSession:
         """The highest number accepted."""
         self.queue: deque[Request] = deque()
         """Accepted, not executed: behind one that is held, or behind a cut."""
+        self.reads: deque[ReadRequest] = deque()
+        """Reads that wait for the requests before them, or for what their group's policy waits for;
+        of the present connection only."""
+        self.asked = 0
+        """The last read of the present connection."""
         self.held: Request | None = None
         """Executed as far as possible, not answered."""
         self.done: Done | None = None
@@ -166,6 +179,11 @@ class ShardSession:
         if self.held is not None:
             return self.held.message.seq - (self.done is None)
         return self.queue[0].message.seq - 1 if self.queue else self.last
+
+    def has_answered(self, seq: int) -> bool:
+        """Whether all requests up to a number have been answered."""
+        oldest = self.held or (self.queue[0] if self.queue else None)
+        return seq < oldest.message.seq if oldest is not None else seq <= self.last
 
     def admit(self, seq: int) -> Verdict:
         """What to do with this number; a new one counts as accepted from now on."""
@@ -316,6 +334,8 @@ class Sessions:
             self.by_client[event.client] = session
             self.closed.pop(event.client, None)
         session.gone_at = None
+        session.reads.clear()  # what it still wants to read it asks again
+        session.asked = 0
         if event.rank == NO_RANK:
             return False
         self.workers[event.rank] = session

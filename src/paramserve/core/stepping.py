@@ -6,7 +6,7 @@ Functions of the group's state: none of them answers a step or decides which one
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,25 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
             parts.append((block, header, gradient))
         else:
             parts.append((block, header, block.gradient(memory, header)))
+    if step.pull:
+        check_reads(state, step.pull, memory)
+    if step.push[1:] and len({header.block for header in step.push}) < len(parts):
+        raise ShapeMismatch(
+            f"a step has {len(parts)} gradients for blocks {[g.block for g in step.push]}",
+            fix="send one gradient for each block",
+        )
+    return parts
+
+
+def check_reads(state: GroupState, pull: Sequence[ReadTarget], memory: Memory) -> None:
+    """Check where values of a group are to be written.
+
+    Raises:
+        ParamServeError: something about it is wrong. Nothing was read.
+    """
+    blocks = state.blocks
     answered: list[tuple[int, int]] = []
-    for place in step.pull:
+    for place in pull:
         block = blocks[place.block] if place.block in blocks else state.block(place.block)
         if type(block) is KeyedBlock:
             block.check_place(memory, place)
@@ -86,12 +103,6 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
             answered.append((place.offset, block.answer_bytes))
     if answered:
         check_layout(answered)
-    if step.push[1:] and len({header.block for header in step.push}) < len(parts):
-        raise ShapeMismatch(
-            f"a step has {len(parts)} gradients for blocks {[g.block for g in step.push]}",
-            fix="send one gradient for each block",
-        )
-    return parts
 
 
 def largest(parts: list[Part], step: Step | None = None) -> float:

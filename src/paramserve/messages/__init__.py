@@ -15,10 +15,12 @@ from paramserve.messages.answers import (
     Done,
     GroupPolicy,
     GroupReport,
+    NotRead,
     Refused,
     ServerBeat,
     ShardReply,
     TableReport,
+    Values,
     Waiting,
 )
 from paramserve.messages.blocks import VALUE, BlockSpec, Link, Piece, TableSpec
@@ -116,7 +118,9 @@ from paramserve.messages.requests import (
     Inquire,
     JoinGroup,
     Keys,
+    NumberedRequest,
     Put,
+    Read,
     ReadTarget,
     Scan,
     SetPolicy,
@@ -168,6 +172,7 @@ __all__ = [
     # client to shard
     "Gradient",
     "Keys",
+    "NumberedRequest",
     "ReadTarget",
     "Define",
     "Undefine",
@@ -184,6 +189,7 @@ __all__ = [
     "Fetch",
     "Scan",
     "Put",
+    "Read",
     "Delete",
     "Contains",
     "Watch",
@@ -201,7 +207,9 @@ __all__ = [
     "Refused",
     "Waiting",
     "TableReport",
+    "Values",
     "GroupReport",
+    "NotRead",
     "ServerBeat",
     "ShardReply",
     # shard to shard

@@ -58,6 +58,14 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     fix: str
 
 
+class Values(Done, frozen=True, array_like=True, tag="values"):
+    """A `Read` of this `seq` was answered; its values lie where it has said."""
+
+
+class NotRead(Refused, frozen=True, array_like=True, tag="not-read"):
+    """A `Read` of this `seq` was refused."""
+
+
 class Waiting(Struct, frozen=True, array_like=True, tag="waiting"):
     """Answer to `Inquire`: who the group waits for (ranks with their clocks), or what. `held`: it
     goes on only when all of these have stepped, or are no members any more."""
@@ -146,4 +154,4 @@ class ServerBeat(Struct, frozen=True, array_like=True, tag="server-beat"):
     """Requests that it holds until something has come, and those behind them."""
 
 
-ShardReply = Done | Refused | Waiting | ServerBeat
+ShardReply = Done | Values | Refused | NotRead | Waiting | ServerBeat

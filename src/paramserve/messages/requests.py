@@ -1,4 +1,4 @@
-"""Client to shard: numbered requests, and questions.
+"""Client to shard: numbered requests, reads, and questions.
 
 Bytes lie at an offset of an arena: one that the server maps, or 0, the payload of a frame. What a
 request carries is then in the payload of its own frame, what it reads in that of its answer. The
@@ -6,6 +6,8 @@ parts of an answer lie one after the other in any order, each padded to `ALIGN`.
 """
 
 from __future__ import annotations
+
+from typing import final
 
 from msgspec import Struct
 
@@ -58,6 +60,25 @@ class ReadTarget(Struct, frozen=True, array_like=True):
     arena: int
     offset: int
     keys: Keys | None = None
+
+
+@final
+class Read(Struct, array_like=True, tag="read"):
+    """Read values of one group. It changes nothing: it goes to those shards that have some of what
+    is asked, and is asked again where a link breaks, to be answered with what is there then.
+
+    `seq` counts the client's reads of this shard. `behind`: the last numbered request before it; a
+    shard answers when that has had its effect, so that a client reads what it has written. `clock`:
+    the client's; the group's policy says which clocks may read.
+
+    Not frozen, as `Step`.
+    """
+
+    seq: int
+    behind: int
+    group: int
+    clock: int
+    pull: tuple[ReadTarget, ...]
 
 
 class Define(Struct, frozen=True, array_like=True, tag="define"):
@@ -277,7 +298,7 @@ class TakeSnapshot(Struct, frozen=True, array_like=True, tag="take"):
     pull: tuple[ReadTarget, ...]
 
 
-ShardRequest = (
+NumberedRequest = (
     Define
     | Undefine
     | Step
@@ -295,11 +316,12 @@ ShardRequest = (
     | TakeCut
     | DropCut
 )
+ShardRequest = NumberedRequest | Read
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch"):
-    """Numbered requests of one call in one frame, executed in this order; each is answered by
-    itself. None of them is a `Define`, which may have to wait for kernels."""
+    """Requests of one call in one frame, executed in this order; each is answered by itself. None
+    of them is a `Define`, which may have to wait for kernels."""
 
     requests: tuple[ShardRequest, ...]
 

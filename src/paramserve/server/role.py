@@ -54,6 +54,7 @@ from paramserve.messages import (
     Inquire,
     Members,
     PeerMessage,
+    Read,
     ServerBeat,
     ServerEnds,
     ServerNotice,
@@ -248,7 +249,7 @@ class ServerRole:
                 self._happen(FromShard(_decode_peer(header)))
             else:
                 message = _decode_client(header)
-                if type(message) is Step:
+                if type(message) is Step or type(message) is Read:
                     requests = (message,)
                 else:
                     requests = self._requests(client, message, (conn, header, payload))
@@ -282,7 +283,7 @@ class ServerRole:
     def _requests(
         self, client: int, message: ClientMessage, frame: Frame
     ) -> tuple[ShardRequest, ...]:
-        """The numbered requests of a message; what else a client may send is done."""
+        """The requests of a message; what else a client may send is done."""
         conn = frame[0]
         if isinstance(message, Define) and not self._ready_for(message):
             self._loading = [frame]

@@ -174,7 +174,9 @@ class Rows(Parameters):
         named = lay_named(client.exchange, Delete, client.block_of(NAME), keys)
         client.steps.finish("assign", named.requests, None, [named.slot])
 
-    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
+    def record_requests(
+        self, client: SimulatedClient, requests: Sequence[ShardRequest | None]
+    ) -> None:
         if isinstance(requests[0], Delete):
             history = client.cluster.histories[NAME]
             keys = self._deleted[client.writer]

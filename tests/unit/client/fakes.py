@@ -86,18 +86,18 @@ class Memory:
     def let_go(self, slots: Iterable[Slot]) -> None:
         self.give_back(slots)
 
-    def has_room(self, requests: int = 1) -> bool:
+    def has_room(self, requests: int = 1, *, reads: bool = False) -> bool:
         if self.gone is not None:
             raise self.gone
         return not self.no_room
 
-    def wait_for_room(self, timeout_s: float, requests: int) -> bool:
+    def wait_for_room(self, timeout_s: float, requests: int, *, reads: bool = False) -> bool:
         return self.has_room(requests)
 
     def settle(self, timeout_s: float) -> bool:
         return True
 
-    def full(self, requests: int) -> str:
+    def full(self, requests: int, *, reads: bool = False) -> str:
         return "shard 0 is full" if self.no_room else ""
 
     def oldest_group(self) -> int | None:

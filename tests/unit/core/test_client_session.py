@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserve.core.client_session import SLOT_ALIGN, ClientSession, Operation, SlotPool
-from paramserve.errors import NonFinite, ServerGone
-from paramserve.messages import Done, Fetch, Refused, Step
+from paramserve.errors import NonFinite, ServerGone, UnknownName
+from paramserve.messages import Done, Fetch, NotRead, Read, Refused, Step, Values
 
 REQUEST = Fetch(0, 0, 0, 0, 0)
 
@@ -122,8 +122,76 @@ def test_session_resends_the_unanswered_in_order_with_their_numbers() -> None:
         session.submit(REQUEST, Operation(1))
     session.on_reply(Done(1))
     assert [message.seq for message in session.to_resend()] == [2, 3]
-    assert session.sent(1) is None
-    assert session.sent(3) is not None
+    assert session.sent(Done(1)) is None
+    assert session.sent(Done(3)) is not None
+
+
+def read() -> Read:
+    return Read(0, 0, 0, 0, ())
+
+
+def test_reads_are_counted_by_themselves_and_come_behind_what_was_sent_before_them() -> None:
+    session = ClientSession(0, 4)
+    order = [read(), REQUEST, read(), read(), REQUEST]
+    operations = [Operation(1) for _ in order]
+    for message, operation in zip(order, operations, strict=True):
+        session.submit(message, operation)
+    assert [(each.seq, each.behind) for each in order if isinstance(each, Read)] == [
+        (1, 0),
+        (2, 1),
+        (3, 1),
+    ]
+    assert session.last == 2
+    assert [type(each) for each in session.to_resend()] == [type(each) for each in order]
+    session.on_reply(Values(2))
+    session.on_reply(Done(2))
+    assert [each.complete for each in operations] == [False, False, True, False, True]
+    assert session.on_reply(Values(2)) is None, "a second answer"
+    assert [type(each) for each in session.to_resend()] == [Read, type(REQUEST), Read]
+    session.abandon(ServerGone("gone", applied="unknown", fix=""))
+    assert all(each.complete for each in operations)
+    assert not session.outstanding
+
+
+def test_refused_read_is_the_reads_and_not_the_requests_of_the_same_number() -> None:
+    session, asked, pushed = ClientSession(0, 4), Operation(1), Operation(1)
+    session.submit(read(), asked)
+    session.submit(REQUEST, pushed)
+    session.on_reply(NotRead(1, "UnknownName", "no such block", "no", ""))
+    assert isinstance(asked.error, UnknownName)
+    assert not pushed.complete
+
+
+def test_reads_have_room_of_their_own() -> None:
+    session = ClientSession(0, 1, 2)
+    session.submit(REQUEST, Operation(1))
+    assert not session.has_room()
+    for _ in range(2):
+        assert session.has_room_to_read()
+        session.submit(read(), Operation(1))
+    assert not session.has_room_to_read()
+    session.on_reply(Values(1))
+    assert session.has_room_to_read()
+    assert not session.has_room()
+
+
+def test_call_that_is_taken_back_leaves_no_number_used() -> None:
+    session = ClientSession(0, 4)
+    session.submit(REQUEST, Operation(1))
+    call = [session.submit(read(), Operation(1)), session.submit(REQUEST, Operation(1))]
+    session.take_back(call)
+    assert (session.last, session.asked, session.calls) == (1, 0, 1)
+    assert not session.reads
+
+
+def test_place_of_the_oldest_call_is_that_of_a_read_too() -> None:
+    session = ClientSession(0, 4)
+    assert session.oldest is None
+    session.submit(read(), Operation(1), place=3)
+    session.submit(REQUEST, Operation(1), place=5)
+    assert session.oldest == 3
+    session.on_reply(Values(1))
+    assert session.oldest == 5
 
 
 def test_session_resends_a_step_whose_gradients_are_to_be_looked_at_again() -> None:

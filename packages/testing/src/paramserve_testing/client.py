@@ -26,6 +26,7 @@ from paramserve.messages import (
     Leave,
     Ok,
     Placed,
+    Read,
     ShardRequest,
     Step,
     SuspendMembership,
@@ -61,6 +62,8 @@ class SimulatedClient(ClientProcess):
         """By group, the step that is about to be sent."""
         self._issued: list[tuple[str, Call, Operation]] = []
         """What the present call has sent."""
+        self._asked = Counter[int]()
+        """By shard, the reads of the present call."""
         self._calls = 0
         self._pushes = Counter[str]()
         """By group, so far."""
@@ -217,12 +220,14 @@ class SimulatedClient(ClientProcess):
         options = StepOptions(tick, skip=skip)
         self._planned.clear()
         self._issued.clear()
+        self._asked.clear()
         tickets: dict[Operation, tuple[Ticket, StepParts, Sequence[Any]]] = {}
 
         def send() -> None:
             if spoiled:  # its gradient is made for the policy of its clock
                 self.steps.enter_ahead(self.block, None)
-            self.steps.begin(None, what, max(1, len(groups)))
+            reads = not (push or tick or skip)
+            self.steps.begin(None, what, max(1, len(groups)), reads=reads)
             parts, pulls = list[StepParts](), list[Sequence[Any]]()
             for group in groups or (self.block.group_name,):
                 pushed, read = self._of(group, push), self._of(group, pull)
@@ -236,7 +241,8 @@ class SimulatedClient(ClientProcess):
                 step = GroupStep(what, group, pushed, read, which, options, spoiled, wrong, samples)
                 parts.append(self.workload.parts(self, step))
                 self._planned[group] = step
-            for ticket, part, read in zip(self.steps.send(parts), parts, pulls, strict=True):
+            ask = self.steps.ask if reads else self.steps.send
+            for ticket, part, read in zip(ask(parts), parts, pulls, strict=True):
                 assert ticket.operation is not None
                 tickets[ticket.operation] = ticket, part, read
 
@@ -280,10 +286,10 @@ class SimulatedClient(ClientProcess):
         return [each for each in chosen if alone or each.group_name == group]
 
     def sending(
-        self, requests: Sequence[ShardRequest], operation: Operation
-    ) -> Sequence[ShardRequest]:
+        self, requests: Sequence[ShardRequest | None], operation: Operation
+    ) -> Sequence[ShardRequest | None]:
         self.workload.record_requests(self, requests)
-        step = requests[0]
+        step = next(each for each in requests if each is not None)
         if isinstance(step, JoinGroup):  # in the others it is no member until they follow
             for each in self.blocks.values():
                 if each.group in step.others:
@@ -293,13 +299,14 @@ class SimulatedClient(ClientProcess):
             for each in self.blocks.values():
                 if each.group == step.group:
                     self.cluster.histories[each.group_name].rests(self.rank, True)
-        if not isinstance(step, Step):
+        if not isinstance(step, Step | Read):
             return requests
         group = next(e.group_name for e in self.blocks.values() if e.group == step.group)
         planned = self._planned.pop(group)
         number, self._calls = self._calls, self._calls + 1
         membership = self.steps.membership
-        out = membership.may_be_out(group) and not step.tick
+        tick = isinstance(step, Step) and step.tick
+        out = membership.may_be_out(group) and not tick
         call = self.cluster.histories[group].issue(
             self.writer,
             number,
@@ -307,18 +314,22 @@ class SimulatedClient(ClientProcess):
             frozenset(e.id for e in planned.push) if planned.which is not None else frozenset(),
             rank=self.rank,
             clock=step.clock,
-            tick=step.tick,
+            tick=tick,
             spoiled=planned.spoiled or planned.wrong,
             bases=tuple(each.base for each in requests if isinstance(each, Step)),
             pending=membership.pending(group) or membership.follows(group) or out,
-            more=step.more is not None,
+            more=isinstance(step, Step) and step.more is not None,
         )
         call.samples = planned.samples
         self._issued.append((group, call, operation))
         here = sum(not each.numbered for _, _, each in self._issued)  # in this frame
-        for shard in self.exchange.shards:
-            key = (self.writer, shard.number, shard.session.last + here)
-            self.cluster.call_of[key] = group, call
+        for shard, request in zip(self.exchange.shards, requests, strict=True):
+            seq = shard.session.last + here
+            if isinstance(request, Read):
+                self._asked[shard.number] += 1
+                seq = -(shard.session.asked + self._asked[shard.number])
+            if request is not None:
+                self.cluster.call_of[self.writer, shard.number, seq] = group, call
         self.stepping = step.clock
         if not planned.wrong:
             return requests
@@ -345,7 +356,8 @@ class SimulatedClient(ClientProcess):
             call.skipped = len(dropped) == len(replies)
             call.dropped = frozenset() if call.skipped else dropped
             at = max(reply.at for reply in replies.values())
-            if at < 0:  # else it may have read a later one
+            steps = call.tick or call.push is not None
+            if at < 0 and (steps or not call.reread):  # else it may have read a later one
                 call.state = self.script.shown(call, group)
         self.cluster.histories[group].answer(call)
         self.cluster.recorder.moved(self)

@@ -64,7 +64,7 @@ class SimulatedExchange(Exchange):
 
     def submit_together(
         self,
-        calls: Sequence[tuple[Sequence[ShardRequest], Operation]],
+        calls: Sequence[tuple[Sequence[ShardRequest | None], Operation]],
         numbered: Callable[[], None] | None = None,
     ) -> None:
         told = [
@@ -262,9 +262,9 @@ class ClientProcess(ABC):
 
     @abstractmethod
     def sending(
-        self, requests: Sequence[ShardRequest], operation: Operation
-    ) -> Sequence[ShardRequest]:
-        """A request goes to all shards; what is sent instead."""
+        self, requests: Sequence[ShardRequest | None], operation: Operation
+    ) -> Sequence[ShardRequest | None]:
+        """A request goes to all shards, or a read to some; what is sent instead."""
 
     def kill(self) -> None:
         """The process ends at once; what it has sent may still arrive, or not."""

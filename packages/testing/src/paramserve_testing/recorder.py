@@ -16,7 +16,7 @@ from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import ENDED, Answer
+from paramserve.core.shard_sessions import ENDED, Answer, ReadRequest, ShardSession
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import (
     BlockSpec,
@@ -25,8 +25,12 @@ from paramserve.messages import (
     Done,
     GroupPolicy,
     Members,
+    NotRead,
+    Read,
+    Refused,
     ShardRequest,
     Step,
+    Values,
 )
 from paramserve_testing.counting import AddWhole
 from paramserve_testing.history import (
@@ -65,6 +69,12 @@ def new_history(scenario: Scenario, faults: Faults) -> History:
     if lossless and all(isinstance(each, _Slow) for each in scenario.script):
         history.prompt_s = PROMPT_DELAYS * 2 * faults.delay_s
     return history
+
+
+def number_of(message: ShardRequest | Done | Refused) -> int:
+    """The number of a request, or of its answer, among those of its client to one shard; below 0 of
+    a read, which are counted by themselves."""
+    return -message.seq if isinstance(message, Read | Values | NotRead) else message.seq
 
 
 class Recorder:
@@ -130,7 +140,7 @@ class Recorder:
     def arrived(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
         """A numbered request has reached a shard."""
         cluster = self._cluster
-        group, call = cluster.call_of.get((client.writer, shard, request.seq), ("", None))
+        group, call = cluster.call_of.get((client.writer, shard, number_of(request)), ("", None))
         if call is None:
             return
         history = cluster.histories[group]
@@ -145,7 +155,8 @@ class Recorder:
 
     def accepted(self, shard: int, client: ClientProcess, request: ShardRequest) -> None:
         """A shard has a request, answered or not."""
-        group, call = self._cluster.call_of.get((client.writer, shard, request.seq), ("", None))
+        key = client.writer, shard, number_of(request)
+        group, call = self._cluster.call_of.get(key, ("", None))
         if call is not None and call.push is not None:
             history = self._cluster.histories[group]
             history.accepted.setdefault((shard, client.writer, call.push), history.next())
@@ -261,6 +272,7 @@ class Recorder:
             if client.alive and not (lost and not hasattr(client, "exchange")):
                 waiting = [
                     f"shard {c.number}: {[each.message.seq for each in c.session.unanswered]}"
+                    f", {len(c.session.reads)} reads"
                     for c in client.exchange.shards
                 ]
                 history.unfinished.append(
@@ -290,6 +302,8 @@ class ShardRecorder:
         """By group: the clocks of those who count, as they were last."""
         self._joined: dict[tuple[int, int], JoinedBy] = {}
         """By group and rank: how the rank had become a member when it came to count last."""
+        self._newest: dict[int, int] = {}
+        """By writer, the last of its calls that was answered."""
         self._versions: dict[int, int] = {}
         """By group, as they were last."""
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -317,7 +331,8 @@ class ShardRecorder:
         """An event has happened."""
         if isinstance(event, Requested):
             session = self._shard.sessions.by_client.get(event.client)
-            if session is not None and session.last >= event.message.seq:
+            read = isinstance(event.message, Read)
+            if session is not None and not read and session.last >= event.message.seq:
                 client = self._cluster.clients[self._cluster.writers[event.client]]
                 self._recorder.accepted(self._shard.number, client, event.message)
         if isinstance(event, ClientHere) and effects.refused is None:
@@ -442,18 +457,32 @@ class ShardRecorder:
         for news in done.news:
             self._recorder.learned(self._shard.number, news)
         writer = self._cluster.writers.get(client, -1)
-        deletion = self._cluster.deletion_of.get((writer, self._shard.number, done.seq))
+        seq = number_of(done)
+        deletion = self._cluster.deletion_of.get((writer, self._shard.number, seq))
         if deletion is not None:
             deletion.executed.setdefault(self._shard.number, order)
-        name, call = self._cluster.call_of.get((writer, self._shard.number, done.seq), ("", None))
+        name, call = self._cluster.call_of.get((writer, self._shard.number, seq), ("", None))
         if call is not None:
             group = next(g for g, each in self._shard.groups.items() if each.state.name == name)
             versions = (before.get(group, 0), self._versions.get(group, 0))
             key = (self._shard.number, writer, call.number)
             answers = self._cluster.histories[name].answers
             first = answers.setdefault(key, Answered(order, done.skipped, *versions))
-            if first.order != order and answer.payload is not None and not answer.exact:
+            newest = self._newest.get(writer, -1)
+            self._newest[writer] = max(newest, call.number)
+            again = first.order != order and answer.payload is not None and not answer.exact
+            if isinstance(done, Values):
+                again = first.order != order or call.number < newest
+            if again:
                 call.reread.add(self._shard.number)
+
+    def read_late(self, client: int, read: Read) -> None:
+        """A read is tried behind later requests of its client."""
+        writer = self._cluster.writers.get(client, -1)
+        key = writer, self._shard.number, number_of(read)
+        _, call = self._cluster.call_of.get(key, ("", None))
+        if call is not None:
+            call.reread.add(self._shard.number)
 
 
 class RecordedShard(Shard):
@@ -469,6 +498,11 @@ class RecordedShard(Shard):
     def _apply(self, decision: Decision) -> None:
         super()._apply(decision)
         self.recorder.decided()
+
+    def _read_values(self, session: ShardSession, request: ReadRequest) -> None:
+        if session.executed > request.message.behind:
+            self.recorder.read_late(session.client, request.message)
+        super()._read_values(session, request)
 
     def step(self, event: Event, now: float) -> Effects:
         self.recorder.before(event)

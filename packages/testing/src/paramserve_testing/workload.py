@@ -123,8 +123,10 @@ class Parameters:
     def prepare_calls(self, client: SimulatedClient) -> None:
         """A client has computed, and makes its next calls."""
 
-    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
-        """A client sends requests, one to each shard."""
+    def record_requests(
+        self, client: SimulatedClient, requests: Sequence[ShardRequest | None]
+    ) -> None:
+        """A client sends requests, one to each shard, or reads to some."""
 
     def every(self, client: SimulatedClient) -> list[Any]:
         """What a client chooses from what it pushes to and reads: blocks, or what has a number
@@ -262,8 +264,10 @@ class Workload:
             if each.group == parts.block.group_name:
                 each.record(client, call, outcome, pull, parts)
 
-    def record_requests(self, client: SimulatedClient, requests: Sequence[ShardRequest]) -> None:
-        """A client sends requests, one to each shard."""
+    def record_requests(
+        self, client: SimulatedClient, requests: Sequence[ShardRequest | None]
+    ) -> None:
+        """A client sends requests, one to each shard, or reads to some."""
         for each in self.parameters:
             each.record_requests(client, requests)
 
