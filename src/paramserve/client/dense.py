@@ -387,7 +387,7 @@ class Dense:
             if viewed:
                 with self._lock:
                     for ticket in tickets:
-                        self._steps.view(ticket)
+                        self._steps.values.view(ticket)
         except BaseException:
             self._forget(tickets)
             raise

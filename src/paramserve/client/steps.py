@@ -20,9 +20,10 @@ from paramserve.client.exchange import Exchange, Slot, again, done
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import Saving
 from paramserve.client.staging import Staged, Staging, fail_staged
-from paramserve.client.step_parts import StepParts, offset_of, say_pushed
+from paramserve.client.step_parts import StepParts, say_pushed
 from paramserve.client.ticket import Ticket
 from paramserve.client.usage import Usage
+from paramserve.client.value_slots import ValueSlots
 from paramserve.client.waits import Waits
 from paramserve.config import NO_RANK, ConsistencySpec, check_number
 from paramserve.consistency.registry import PolicyTraits
@@ -75,6 +76,7 @@ class Steps(ClientClocks):
         saving: what this worker has saved; None: nothing.
         loop: of the worker over its batches.
         usage: of its time.
+        values: where those lie that it reads.
     """
 
     def __init__(
@@ -112,11 +114,9 @@ class Steps(ClientClocks):
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
+        self.values = ValueSlots(exchange)
         self._unread: dict[Ticket, None] = {}
         """Tickets with an unread error, oldest first."""
-        self._viewed: dict[int, Slot] = {}
-        """By block: values that a caller was given to look at, until the block is next read by
-        name: into the same slot."""
         self._forgotten = deque[Ticket]()
         """Tickets that no call waits for any more, and whose slots are still to go back."""
 
@@ -427,10 +427,12 @@ class Steps(ClientClocks):
         calls: list[tuple[list[Read | None], Operation]] = []
         try:
             for each in parts:
-                requests, ticket = self._prepare_read(each, values)
-                assert ticket.operation is not None
-                tickets += [ticket]
-                calls += [(requests, ticket.operation)]
+                block, clock = each.block, self.clocks.get(each.block.group_name, 0)
+                requests, places, asked = self.values.requests(each, clock, values)
+                operation = Operation(asked)
+                operation.on_complete = partial(self._read_answered, operation)
+                tickets += [Ticket(self, each.what, block.group, places, operation)]
+                calls += [(requests, operation)]
             self._exchange.submit_together(calls)
         except BaseException:
             if calls and calls[0][1].numbered:
@@ -440,44 +442,6 @@ class Steps(ClientClocks):
                 self._exchange.give_back([*values, *slots])
             raise
         return tickets
-
-    def _prepare_read(
-        self, parts: StepParts, values: list[Slot]
-    ) -> tuple[list[Read | None], Ticket]:
-        """What each shard is asked for, None where it has nothing of it, and the ticket.
-
-        Args:
-            values: gets the slots that are taken.
-        """
-        # Loops and `+=`, as in `_prepare`.
-        group, clock = parts.block.group, self.clocks.get(parts.block.group_name, 0)
-        by_shard: list[tuple[ReadTarget, ...]] = [()] * self._shards
-        places = self._take_places(parts, values) if parts.pull else []
-        for wanted, slot in places:
-            kept, cuts = slot.pulled, wanted.spec.cuts
-            whole = kept is not None and kept[0] is wanted
-            targets = kept[1] if kept is not None and whole else self.places(wanted, slot)
-            for shard, target in enumerate(targets):
-                if cuts[shard] < cuts[shard + 1]:
-                    by_shard[shard] += (target,)
-        for read in parts.row_pulls:
-            places += [(read.block, read.slot)]
-            for shard, target in enumerate(read.places):
-                if target.keys is not None and target.keys.rows:
-                    by_shard[shard] += (target,)
-        requests: list[Read | None] = []
-        asked = 0
-        for pull in by_shard:
-            if pull:
-                requests += [Read(0, 0, group, clock, pull)]
-                asked += 1
-            else:
-                requests += [None]
-        if not asked:  # of what has no elements
-            requests[0], asked = Read(0, 0, group, clock, ()), 1
-        operation = Operation(asked)
-        operation.on_complete = partial(self._read_answered, operation)
-        return requests, Ticket(self, parts.what, group, places, operation)
 
     def _read_answered(self, operation: Operation) -> None:
         """The answers to a read are there, in whichever thread has read them."""
@@ -556,11 +520,13 @@ class Steps(ClientClocks):
             captured += [rows.slot]
             if not skip:
                 push_parts += [rows.headers]
-        places = self._take_places(parts, values) if parts.pull else []
+        places = self.values.take(parts, values) if parts.pull else []
         for wanted, slot in places:
             kept = slot.pulled
             whole = kept is not None and kept[0] is wanted
-            pull_parts += [kept[1] if kept is not None and whole else self.places(wanted, slot)]
+            pull_parts += [
+                kept[1] if kept is not None and whole else self.values.targets(wanted, slot)
+            ]
         for read in parts.row_pulls:
             places += [(read.block, read.slot)]
             pull_parts += [read.places]
@@ -699,39 +665,6 @@ class Steps(ClientClocks):
         if operation.error is not None:
             self._unread[sent.ticket] = None
 
-    def _take_places(self, parts: StepParts, values: list[Slot]) -> list[tuple[Block, Slot]]:
-        """Slots for the values of blocks that are read.
-
-        Args:
-            values: gets them.
-        """
-        viewed = self._viewed if parts.by_name else {}
-        new: list[Block] = []
-        sizes: list[int] = []
-        for block in parts.pull:
-            if block.id not in viewed:
-                new += [block]
-                sizes += [block.nbytes]
-        slots = self._exchange.take_each(sizes) if new else []
-        values += slots
-        places = list(zip(new, slots, strict=True))
-        for block in parts.pull:
-            if block.id in viewed:
-                slot = viewed[block.id]
-                values += [slot]
-                del viewed[block.id]  # no call since it is in `values`: no interrupt comes
-                places += [(block, slot)]
-        return places
-
-    def places(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
-        """Where each shard writes its part of a block; the slot keeps it for the next read."""
-        parts = tuple(
-            ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
-            for shard in range(self._shards)
-        )
-        slot.pulled = block, parts
-        return parts
-
     def finish(
         self,
         what: str,
@@ -848,21 +781,6 @@ class Steps(ClientClocks):
             ticket.release()
             assert ticket.error is not None
             raise again(ticket.error)
-
-    def view(self, ticket: Ticket) -> None:
-        """The caller looks at a ticket's values until their blocks are next read by name. The
-        caller of this holds the client's lock."""
-        viewed = self._viewed
-        slots: dict[int, Slot] = {}
-        before: list[Slot] = []
-        for block, slot in ticket.places:
-            slots[block.id] = slot
-            if block.id in viewed:
-                before += [viewed[block.id]]
-        ticket.released = True  # no call until they are kept: no interrupt comes
-        viewed |= slots
-        if before:  # another thread's
-            self._exchange.give_back(before)
 
     def forget(self, ticket: Ticket) -> None:
         """No caller waits for this ticket any more: its slots go back once they are free."""

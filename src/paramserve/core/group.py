@@ -9,7 +9,7 @@ on the clock of a new policy; what is agreed on comes in the order of the decisi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,12 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
 from paramserve.core import collecting, group_waits, policy_calls, stepping
-from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution, Lead
 from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send, Stop
 from paramserve.core.followers import Followers
 from paramserve.core.group_membership import MembershipAgreement
+from paramserve.core.group_reads import GroupReads
 from paramserve.core.group_state import GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
@@ -40,7 +40,6 @@ from paramserve.messages import (
     Paused,
     PeerMessage,
     Prepare,
-    ReadTarget,
     Refused,
     SetPolicy,
     Step,
@@ -90,8 +89,7 @@ class GroupMachine:
         self.membership = MembershipAgreement(state, decisions)
         self.waiting: dict[int, ShardSession] = {}
         """By client: sessions whose held request waits for this group, and is not collected."""
-        self.reading: dict[int, ShardSession] = {}
-        """By client: sessions with reads that wait for this group."""
+        self.reads = GroupReads(state, replies)
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self._resend_s = resend_s
@@ -204,7 +202,7 @@ class GroupMachine:
             members.ticked(rank, step.clock)
             if self._followers.joiners:
                 self._end_clock(session, members.clocks[rank], collects=False)
-            if (self.waiting or self.reading) and members.slowest != slowest:
+            if (self.waiting or self.reads.waiting) and members.slowest != slowest:
                 self.look_again()
 
     def _end_clock(self, session: ShardSession, clock: int, *, collects: bool = True) -> None:
@@ -280,37 +278,18 @@ class GroupMachine:
                 session.done = done
                 return None
             if epoch.policy.keeps_reads or state.reads.kept:
-                self._keep_read(epoch, rank, step.pull)
+                self.reads.keep(epoch, rank, step.pull)
             exact = epoch.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact)
 
     def read(self, session: ShardSession, request: ReadRequest, now: float) -> Answer | None:
-        """Answer a read; None: the group's policy lets it wait.
-
-        Raises:
-            ParamServeError, ValueError, TypeError, MemoryError: why it is refused.
-        """
-        state, rank, message = self.state, session.rank, request.message
-        state.now = now
-        if state.table is not None:
-            state.table.clock = state.members.slowest
-        stepping.check_reads(state, message.pull, request.memory)
-        clock, changes = message.clock, state.changes
-        waits = changes.paused is not None and rank >= 0 and clock >= changes.paused.clock
-        if not waits and rank in state.members.clocks:
-            epoch = state.at(clock) if changes.later else changes.first
-            admission = policy_calls.on_pull(epoch, new_pull((rank, clock)), state)
-            waits = admission is not ADMIT and isinstance(admission, Wait)
-            if not waits and (epoch.policy.keeps_reads or state.reads.kept):
-                self._keep_read(epoch, rank, message.pull)
-        if waits:
-            self.reading[session.client] = session
-            return None
-        values = Values(message.seq, state.version, state.members.slowest)
-        answer = self._replies.with_values(state.blocks, request, values)
-        return self._with_news(session, answer)
+        """Answer a read; None: the group's policy lets it wait. Raises what `GroupReads.answer`
+        does."""
+        self.state.now = now
+        answer = self.reads.answer(session, request)
+        return None if answer is None else self._with_news(session, answer)
 
     def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
         """The answer to a step that was answered before, with the values of now.
@@ -322,19 +301,9 @@ class GroupMachine:
         assert isinstance(step, Step)
         stepping.gradients(state, step, request.memory)
         if session.live and rank in state.members.clocks:
-            self._keep_read(state.at(state.members.clocks[rank]), rank, step.pull)
+            self.reads.keep(state.at(state.members.clocks[rank]), rank, step.pull)
         done = structs.replace(done, version=state.version, clock=state.members.slowest)
         return self._replies.with_values(state.blocks, request, done)
-
-    def _keep_read(self, epoch: PolicyEpoch, rank: int, pull: Sequence[ReadTarget]) -> None:
-        """Keep copies of what a worker reads now, if its policy asks for them."""
-        state = self.state
-        if epoch.policy.keeps_reads:
-            blocks = [state.blocks[place.block] for place in pull]
-            dense = [block for block in blocks if isinstance(block, ShardBlock)]
-            state.reads.keep(rank, state.version, dense)
-        else:
-            state.reads.forget(rank)
 
     def _read_at_last(self, session: ShardSession, request: Request, done: Done) -> Answer | None:
         """The read of a step whose push was done before, and which waited to read."""
@@ -350,7 +319,7 @@ class GroupMachine:
 
     def look_again(self) -> None:
         """Something has changed that waiting requests may wait for."""
-        if (self.waiting or self.reading) and not self._looking:
+        if (self.waiting or self.reads.waiting) and not self._looking:
             self._looking = True
             self._outbox.append(LookAgain(self.state.id))
 
@@ -360,12 +329,6 @@ class GroupMachine:
         waiting = list(self.waiting.values())
         self.waiting = {}
         return waiting
-
-    def take_reading(self) -> list[ShardSession]:
-        """The sessions whose reads are to be tried again."""
-        reading = list(self.reading.values())
-        self.reading = {}
-        return reading
 
     def let_go(self, session: ShardSession) -> None:
         """Refuse what a fenced session waits for; what is collected waits for its commit."""
@@ -389,7 +352,7 @@ class GroupMachine:
         """A client has ended."""
         self.state.watching.pop(client, None)
         self.waiting.pop(client, None)
-        self.reading.pop(client, None)
+        self.reads.waiting.pop(client, None)
 
     def members_changed(self, members: Mapping[int, Member], live: list[int], now: float) -> None:
         """Workers have come or gone: go on with the members that are left.
@@ -494,11 +457,11 @@ class GroupMachine:
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
-        session, reader = self.waiting.get(client), self.reading.get(client)
+        session = self.waiting.get(client)
         held: Request | ReadRequest | None = None if session is None else session.held
-        if held is None and reader is not None:
-            session, own = reader, [e for e in reader.reads if e.message.group == self.state.id]
-            held = next(iter(own), None)
+        read = self.reads.first_of(client) if held is None else None
+        if read is not None:
+            session, held = read
         return group_waits.waiting(self.state, session, held, shard=self.shard)
 
     # --- synchronous clocks ----------------------------------------------------------------------
@@ -592,7 +555,7 @@ class GroupMachine:
         self.lead.last = commit
         state.commit()
         state.brought_by[rank] = session.client
-        if self.waiting or self.reading:
+        if self.waiting or self.reads.waiting:
             self.look_again()
         done = Done(step.seq, state.version, state.members.slowest)
         return self._replies.with_values(state.blocks, request, done, written, exact=True)

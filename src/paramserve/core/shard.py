@@ -64,6 +64,7 @@ from paramserve.core.replies import (
     refusal_of,
 )
 from paramserve.core.request_memory import Memory
+from paramserve.core.shard_reads import ShardReads
 from paramserve.core.shard_sessions import (
     Answer,
     ReadRequest,
@@ -109,7 +110,6 @@ from paramserve.messages import (
     TakeCut,
     TakeSnapshot,
     Undefine,
-    Values,
     Vote,
     Waiting,
     Watch,
@@ -179,6 +179,7 @@ class Shard:
             apply=self._apply,
         )
         self.ended_calls = EndedCalls(self.groups)
+        self.reads = ShardReads(self.sessions, self._group, self._refusal)
         self.followers = Followers(self._state_of, self.sessions.of_rank)
         self._members: dict[int, GroupMembership] = {}
         """By group, the newest decision about its members: its define may still be on the way, or
@@ -313,8 +314,8 @@ class Shard:
                             continue
                         self._execute(session, held)
                         self._resume(session)
-                    for session in waiting.take_reading() if waiting is not None else ():
-                        self._read_waiting(session)
+                    for session in waiting.reads.take_waiting() if waiting is not None else ():
+                        self.reads.answer_waiting(session, self._now, self._effects.replies)
                 case Tell(told):
                     self._effects.notices.append(told)
                 case Stop(flush):
@@ -435,7 +436,7 @@ class Shard:
             if isinstance(held, Step | JoinGroup | SuspendMembership):
                 self.groups[held.group].let_go(session)
             self.ended_calls.collect(session, self._now)
-            self._read_waiting(session)  # refuses
+            self.reads.answer_waiting(session, self._now, self._effects.replies)  # refuses
         live = self.sessions.live()
         for machine in self.groups.values():
             machine.members_changed(self.sessions.members, live, self._now)
@@ -464,7 +465,8 @@ class Shard:
                 self._effects.drops.append(session.client)
             elif message.seq > session.asked:  # else the network has repeated it
                 session.asked = message.seq
-                self._read_values(session, ReadRequest(message, event.memory))
+                read, replies = ReadRequest(message, event.memory), self._effects.replies
+                self.reads.answer(session, read, self._now, replies)
             return
         seq = message.seq
         verdict = session.admit(seq)
@@ -487,31 +489,6 @@ class Shard:
                 fix="keep no more requests unanswered than the window that was agreed",
             )
             self._effects.replies.append((session.client, Answer(refusal(seq, gone))))
-
-    def _read_values(self, session: ShardSession, request: ReadRequest) -> None:
-        """Answer a read, or keep it until the requests before it are answered and its group's
-        policy admits it."""
-        message, answer = request.message, None
-        try:
-            if session.fenced_by is not None:
-                raise session.fenced()
-            if session.has_answered(message.behind):
-                answer = self._group(message.group).read(session, request, self._now)
-        except (ParamServeError, ValueError, TypeError, MemoryError) as error:
-            refused = self._refusal(message, error)
-            answer = Answer(structs.replace(refused, applied="no"))
-        if answer is None:
-            session.reads.append(request)
-            return
-        if session.rank in self.sessions.retiring and type(answer.message) is Values:
-            answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
-        self._effects.replies.append((session.client, answer))
-
-    def _read_waiting(self, session: ShardSession) -> None:
-        """Try again what a session waits to read."""
-        reads, session.reads = session.reads, deque()
-        for request in reads:
-            self._read_values(session, request)
 
     def _repeat(self, session: ShardSession, request: Request) -> None:
         """Answer a request again whose answer may be lost: values that went out in its frame are
@@ -588,7 +565,7 @@ class Shard:
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
         if session.reads:
-            self._read_waiting(session)
+            self.reads.answer_waiting(session, self._now, self._effects.replies)
 
     def _dispatch(self, session: ShardSession, request: Request) -> Answer | None:
         memory = request.memory

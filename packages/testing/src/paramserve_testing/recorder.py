@@ -6,7 +6,7 @@ It looks at the cluster and changes nothing there.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
@@ -499,10 +499,16 @@ class RecordedShard(Shard):
         super()._apply(decision)
         self.recorder.decided()
 
-    def _read_values(self, session: ShardSession, request: ReadRequest) -> None:
-        if session.executed > request.message.behind:
-            self.recorder.read_late(session.client, request.message)
-        super()._read_values(session, request)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        answer = self.reads.answer
+
+        def recorded(session: ShardSession, request: ReadRequest, *others: Any) -> None:
+            if session.executed > request.message.behind:
+                self.recorder.read_late(session.client, request.message)
+            answer(session, request, *others)
+
+        self.reads.answer = recorded  # type: ignore[method-assign, assignment]
 
     def step(self, event: Event, now: float) -> Effects:
         self.recorder.before(event)

@@ -1,0 +1,110 @@
+"""Where the values lie that a client reads: slots for blocks, and which shards write to them.
+
+Of a block that is read by name, the slot stays with the caller who looks at it, until the block is
+next read by name.
+"""
+
+from __future__ import annotations
+
+from paramserve.client.exchange import Exchange, Slot
+from paramserve.client.step_parts import StepParts, offset_of
+from paramserve.client.ticket import Ticket
+from paramserve.core.partition import Block
+from paramserve.messages import Read, ReadTarget
+
+# Loops and `+=`, no comprehensions: each of those is a call, and a small step has few.
+
+
+class ValueSlots:
+    """The slots of one client's reads. Its caller holds the client's lock."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._shards = len(exchange.shards)
+        self._viewed: dict[int, Slot] = {}
+        """By block: values that a caller was given to look at, until the block is next read by
+        name: into the same slot."""
+
+    def take(self, parts: StepParts, values: list[Slot]) -> list[tuple[Block, Slot]]:
+        """Slots for the values of blocks that are read.
+
+        Args:
+            values: gets them.
+        """
+        viewed = self._viewed if parts.by_name else {}
+        new: list[Block] = []
+        sizes: list[int] = []
+        for block in parts.pull:
+            if block.id not in viewed:
+                new += [block]
+                sizes += [block.nbytes]
+        slots = self._exchange.take_each(sizes) if new else []
+        values += slots
+        places = list(zip(new, slots, strict=True))
+        for block in parts.pull:
+            if block.id in viewed:
+                slot = viewed[block.id]
+                values += [slot]
+                del viewed[block.id]  # no call since it is in `values`: no interrupt comes
+                places += [(block, slot)]
+        return places
+
+    def targets(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
+        """Where each shard writes its part of a block; the slot keeps it for the next read."""
+        parts = tuple(
+            ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
+            for shard in range(self._shards)
+        )
+        slot.pulled = block, parts
+        return parts
+
+    def requests(
+        self, parts: StepParts, clock: int, values: list[Slot]
+    ) -> tuple[list[Read | None], list[tuple[Block, Slot]], int]:
+        """What each shard is asked for, None where it has nothing of it; where the values go; and
+        how many shards are asked, at least one.
+
+        Args:
+            clock: of the client in the group.
+            values: gets the slots that are taken.
+        """
+        group = parts.block.group
+        by_shard: list[tuple[ReadTarget, ...]] = [()] * self._shards
+        places = self.take(parts, values) if parts.pull else []
+        for wanted, slot in places:
+            kept, cuts = slot.pulled, wanted.spec.cuts
+            whole = kept is not None and kept[0] is wanted
+            targets = kept[1] if kept is not None and whole else self.targets(wanted, slot)
+            for shard, target in enumerate(targets):
+                if cuts[shard] < cuts[shard + 1]:
+                    by_shard[shard] += (target,)
+        for read in parts.row_pulls:
+            places += [(read.block, read.slot)]
+            for shard, target in enumerate(read.places):
+                if target.keys is not None and target.keys.rows:
+                    by_shard[shard] += (target,)
+        requests: list[Read | None] = []
+        asked = 0
+        for pull in by_shard:
+            if pull:
+                requests += [Read(0, 0, group, clock, pull)]
+                asked += 1
+            else:
+                requests += [None]
+        if not asked:  # of what has no elements
+            requests[0], asked = Read(0, 0, group, clock, ()), 1
+        return requests, places, asked
+
+    def view(self, ticket: Ticket) -> None:
+        """The caller looks at a ticket's values until their blocks are next read by name."""
+        viewed = self._viewed
+        slots: dict[int, Slot] = {}
+        before: list[Slot] = []
+        for block, slot in ticket.places:
+            slots[block.id] = slot
+            if block.id in viewed:
+                before += [viewed[block.id]]
+        ticket.released = True  # no call until they are kept: no interrupt comes
+        viewed |= slots
+        if before:  # another thread's
+            self._exchange.give_back(before)
