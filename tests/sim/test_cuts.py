@@ -56,6 +56,12 @@ def test_seeds_with_clients_that_come_and_go_keep_every_invariant(faults: Faults
         rerun(SimulatedVisits, seed, None, consistency=Async(), others=(), faults=faults, workers=2)
 
 
+def test_seed_where_a_client_says_goodbye_behind_steps_that_a_cut_has_stopped() -> None:
+    """The first one waits for what is released with it; none of them is lost on one shard only."""
+    options: dict[str, Any] = {"consistency": Async(), "faults": Faults(slow=0.1), "workers": 2}
+    rerun(SimulatedVisits, 221, None, others=(), **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["async", "sync"])
 def test_many_seeds_with_clients_that_come_and_go_keep_every_invariant(policy: str) -> None:

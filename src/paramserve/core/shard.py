@@ -344,9 +344,11 @@ class Shard:
             machine.look_again()
         for session in list(self.sessions.by_client.values()):
             self._resume(session)
-        for event in deferred:
-            if isinstance(event, ClientBye):
-                self._client_bye(event)
+        byes = [event for event in deferred if isinstance(event, ClientBye)]
+        if byes:  # what they have sent may wait for steps that are released only now
+            self._empty_outbox()
+        for event in byes:
+            self._client_bye(event)
         self.decisions.go_on()
 
     def _freeze(self, ask: CutAsk, clients: Mapping[int, int]) -> ShardCut:
