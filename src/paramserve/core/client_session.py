@@ -105,8 +105,8 @@ class Sent(Struct, eq=False):
 class ClientSession:
     """Numbered requests to one shard, and reads.
 
-    `window` calls may be unanswered, which have `requests` numbers together, and as many reads; a
-    call that would send more waits for a reply first.
+    `window` calls may be unanswered, which have `requests` numbers together, and as many calls that
+    read; one that would send more waits for a reply first.
     """
 
     def __init__(self, shard: int, window: int, requests: int | None = None) -> None:
@@ -123,6 +123,8 @@ class ClientSession:
         """Unanswered, oldest first: these are sent again as well."""
         self.asked = 0
         """How many reads were sent."""
+        self.reading_calls = 0
+        """How many calls have sent some."""
 
     def has_room(self, requests: int = 1) -> bool:
         """Whether a call of that many requests may be sent before another reply.
@@ -137,8 +139,11 @@ class ClientSession:
         return few and self.calls - oldest.call + 1 < self.window
 
     def has_room_to_read(self, reads: int = 1) -> bool:
-        """Whether so many reads may be sent before another is answered."""
-        return len(self.reads) + reads <= self.requests
+        """Whether a call of so many reads may be sent before another is answered."""
+        if not self.reads:
+            return reads <= self.requests
+        few = len(self.reads) + reads <= self.requests
+        return few and self.reading_calls - self.reads[0].call + 1 < self.window
 
     @property
     def full(self) -> bool:
@@ -168,9 +173,10 @@ class ClientSession:
             place: of the call among all that the client sends.
         """
         if type(message) is Read:
+            self.reading_calls += first
             self.asked += 1
             message.seq, message.behind = self.asked, self.last
-            self.reads.append(Sent(message, operation, self.calls, place))
+            self.reads.append(Sent(message, operation, self.reading_calls, place))
             return message
         unanswered = self.unanswered
         if first:
@@ -188,16 +194,17 @@ class ClientSession:
 
     def take_back(self, messages: Sequence[ShardRequest]) -> None:
         """The last call, of these requests, is not sent after all."""
-        numbered = 0
         for message in messages:
             if type(message) is Read:
                 self.reads.pop()
                 self.asked -= 1
             else:
                 self.unanswered.pop()
-                numbered += 1
-        self.last -= numbered
-        self.calls -= numbered > 0
+                self.last -= 1
+        if messages and type(messages[0]) is Read:
+            self.reading_calls -= 1
+        elif messages:
+            self.calls -= 1
 
     def sent(self, reply: Done | Refused) -> Sent | None:
         """The unanswered request that a reply answers; None if it was answered before."""

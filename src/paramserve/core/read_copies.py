@@ -13,10 +13,11 @@ from paramserve.core.block import ShardBlock
 
 Array = npt.NDArray[Any]
 
-READS_MAX = 6
+READS_MAX = 10
 """Of one worker. Its next gradient comes from the newest read that was answered; with `overlap`
-one more is on its way, and after a lost connection each is read again, at a version of its own. Of
-older reads, as of one who only looks, none is needed."""
+one more is on its way, as many reads by themselves as steps may be, and after a lost connection
+each is read again, at a version of its own. Of older reads, as of one who only looks, none is
+needed."""
 
 
 class Reads:

@@ -166,11 +166,14 @@ def test_reads_have_room_of_their_own() -> None:
     session = ClientSession(0, 1, 2)
     session.submit(REQUEST, Operation(1))
     assert not session.has_room()
-    for _ in range(2):
-        assert session.has_room_to_read()
-        session.submit(read(), Operation(1))
+    assert session.has_room_to_read(2)
+    assert not session.has_room_to_read(3)
+    session.submit(read(), Operation(1))
+    session.submit(read(), Operation(1), first=False)
     assert not session.has_room_to_read()
     session.on_reply(Values(1))
+    assert not session.has_room_to_read(), "the call is not over"
+    session.on_reply(Values(2))
     assert session.has_room_to_read()
     assert not session.has_room()
 
@@ -178,9 +181,9 @@ def test_reads_have_room_of_their_own() -> None:
 def test_call_that_is_taken_back_leaves_no_number_used() -> None:
     session = ClientSession(0, 4)
     session.submit(REQUEST, Operation(1))
-    call = [session.submit(read(), Operation(1)), session.submit(REQUEST, Operation(1))]
-    session.take_back(call)
-    assert (session.last, session.asked, session.calls) == (1, 0, 1)
+    for message in (read(), REQUEST):
+        session.take_back([session.submit(message, Operation(1))])
+    assert (session.last, session.asked, session.calls, session.reading_calls) == (1, 0, 1, 0)
     assert not session.reads
 
 

@@ -148,5 +148,8 @@ class _Reads:
             if each.answered is not None and each.answered < call.issued
         ]
         last = max(known)[1] if known else None
+        alone = (each for _, each in known if each.push is None and not each.tick)
+        if any(part.shard in each.reread for each in alone):
+            return None  # a read that was answered later than in its order may be the newest
         row = None if last is None or last.pending else last.reads.get(part)
         return None if row is None else row.counts[call.writer]

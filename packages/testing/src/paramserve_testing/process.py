@@ -147,7 +147,8 @@ class ClientProcess(ABC):
     @property
     def full(self) -> bool:
         """Whether the next call must wait for an answer."""
-        return any(shard.session.full for shard in self.exchange.shards)
+        sessions = [shard.session for shard in self.exchange.shards]
+        return any(each.full or not each.has_room_to_read() for each in sessions)
 
     @property
     def computes(self) -> bool:
