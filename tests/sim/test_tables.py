@@ -44,7 +44,7 @@ from paramserve_testing import (
 from paramserve_testing.history import Row
 
 SEEDS = 6
-FOUND_WITHIN = 60
+FOUND_WITHIN = 200
 """Seeds after which a planted bug has been found."""
 STEPS = 20
 """Of each client there."""
