@@ -65,6 +65,18 @@ def test_pull_of_a_tensor_asks_the_servers_that_have_parts_of_it(
     }
 
 
+def test_staleness_counts_on_the_servers_that_have_something_of_a_push(
+    make_cluster: MakeCluster,
+) -> None:
+    """A pull asks no other one: what these have had since is none of its staleness."""
+    client = make_cluster("unix", servers=2).client()
+    client.define("w", np.zeros(10, np.float32), rule=ps.Add())
+    for number in range(4):
+        client.pull("w")
+        outcome = client.push("w", np.ones(10, np.float32)).result()
+        assert (outcome.version, outcome.staleness, outcome.skipped) == (number + 1, 0, False)
+
+
 @KINDS
 def test_read_that_waits_outlives_its_connections_and_holds_up_no_push(
     make_cluster: MakeCluster, kind: str

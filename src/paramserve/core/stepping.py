@@ -153,6 +153,12 @@ def apply_now(
         return Done(step.seq, state.version, state.members.slowest), ()
     state.collect.prepared = None  # it was computed from what is changed now
     staleness = state.version - step.base if state.version > step.base else 0
+    if staleness:
+        for block, _, _ in parts:
+            if type(block) is not ShardBlock or block.size:
+                break
+        else:
+            staleness = 0  # nothing of what is pushed lies here, and its client has read elsewhere
     push = new_push((session.rank, step.clock, staleness, step.weight, step.factor))
     decision = policy_calls.on_push(epoch, push, state)
     written: Collection[int] = ()
