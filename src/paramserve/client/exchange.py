@@ -583,11 +583,12 @@ class Exchange(Links):
     def oldest_group(self) -> int | None:
         """The group of the step that holds up what a shard was sent after it, if one does."""
         with self._lock:
-            for shard in self.shards:
-                for queue in (shard.session.unanswered, shard.session.reads):
-                    oldest = queue[0].message if queue else None
-                    if isinstance(oldest, Step | Read):
-                        return oldest.group
+            sessions = [shard.session for shard in self.shards]
+            # Steps first: a read that waits holds none of them up.
+            for queue in (*(e.unanswered for e in sessions), *(e.reads for e in sessions)):
+                oldest = queue[0].message if queue else None
+                if isinstance(oldest, Step | Read):
+                    return oldest.group
         return None
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:

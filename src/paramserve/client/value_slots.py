@@ -71,10 +71,10 @@ class ValueSlots:
         group = parts.block.group
         by_shard: list[tuple[ReadTarget, ...]] = [()] * self._shards
         places = self.take(parts, values) if parts.pull else []
-        for wanted, slot in places:
-            kept, cuts = slot.pulled, wanted.spec.cuts
-            whole = kept is not None and kept[0] is wanted
-            targets = kept[1] if kept is not None and whole else self.targets(wanted, slot)
+        for block, slot in places:
+            pulled, cuts = slot.pulled, block.spec.cuts
+            same = pulled is not None and pulled[0] is block
+            targets = pulled[1] if pulled is not None and same else self.targets(block, slot)
             for shard, target in enumerate(targets):
                 if cuts[shard] < cuts[shard + 1]:
                     by_shard[shard] += (target,)

@@ -141,10 +141,8 @@ class GroupMachine:
             wrong, parts = state.unapplied, []  # forgotten with the answer: it may be held yet
         if wrong is None and step.note and step.tick and rank >= 0:
             state.keep_note(rank, step.clock, step.note)
-        if member and clocks[rank] < step.clock and not state.at(clocks[rank]).policy.collects:
-            # It has joined on another shard at a later clock, and sends no step of those before.
-            state.members.ticked(rank, step.clock - 1)
-            self.look_again()
+        if member and clocks[rank] < step.clock:
+            self._catch_up(rank, step.clock)
         if step.tick and member:
             session.ticks[state.id] = step.seq
         epoch = state.of(rank, step.clock) if changes.later else changes.first
@@ -158,6 +156,14 @@ class GroupMachine:
         else:
             answer = self._apply(session, request, parts, epoch, wrong)
         return None if answer is None else self._with_news(session, answer)
+
+    def _catch_up(self, rank: int, clock: int) -> None:
+        """A member is at a later clock than here: it has joined on another shard at that one, and
+        sends no step of those before."""
+        members = self.state.members
+        if not self.state.at(members.clocks[rank]).policy.collects:
+            members.ticked(rank, clock - 1)
+            self.look_again()
 
     def _apply(
         self,
@@ -235,7 +241,8 @@ class GroupMachine:
         return self._replies.with_values(state.blocks, request, done)
 
     def _with_news(self, session: ShardSession, answer: Answer) -> Answer:
-        """Tell a client that its group has another policy."""
+        """Tell a client that its group has another policy. The answer of a read may be lost, so the
+        next one tells it again."""
         message = answer.message
         if type(message) is not Done and type(message) is not Values:
             return answer
@@ -243,7 +250,8 @@ class GroupMachine:
         if taken:
             told = session.told.get(state.id, 0)
             if told < taken[-1].number:
-                session.told[state.id] = taken[-1].number
+                if type(message) is Done:
+                    session.told[state.id] = taken[-1].number
                 news = tuple(each for each in taken if each.number > told)
                 message = structs.replace(message, news=news)
         return answer if message is answer.message else structs.replace(answer, message=message)
@@ -288,6 +296,9 @@ class GroupMachine:
         """Answer a read; None: the group's policy lets it wait. Raises what `GroupReads.answer`
         does."""
         self.state.now = now
+        rank, clock, clocks = session.rank, request.message.clock, self.state.members.clocks
+        if rank in clocks and clocks[rank] < clock:
+            self._catch_up(rank, clock)
         answer = self.reads.answer(session, request)
         return None if answer is None else self._with_news(session, answer)
 

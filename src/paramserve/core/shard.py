@@ -251,8 +251,7 @@ class Shard:
     @property
     def waiting(self) -> int:
         """Requests that are held until something has come, and those behind them."""
-        sessions = self.sessions.by_client.values()
-        return sum((each.held is not None) + len(each.queue) + len(each.reads) for each in sessions)
+        return sum(each.waiting for each in self.sessions.by_client.values())
 
     def report(
         self, *, notes: bool = False, saved: tuple[str, int, int] | None = None
@@ -326,7 +325,7 @@ class Shard:
     def _resume(self, session: ShardSession) -> None:
         """Execute what waits behind a request that is answered now."""
         while session.queue and session.held is None:
-            if self.cuts.stops and not self.cuts.allows(session, session.queue[0].message.seq):
+            if self._stops(session, session.queue[0].message.seq):
                 break
             self._execute(session, session.queue.popleft())
 
@@ -463,12 +462,9 @@ class Shard:
             return
         session, message = self.sessions.by_client[event.client], event.message
         if type(message) is Read:
-            if message.behind > session.last or len(session.reads) >= session.requests:
+            read, replies = ReadRequest(message, event.memory), self._effects.replies
+            if not self.reads.come(session, read, self._now, replies):
                 self._effects.drops.append(session.client)
-            elif message.seq > session.asked:  # else the network has repeated it
-                session.asked = message.seq
-                read, replies = ReadRequest(message, event.memory), self._effects.replies
-                self.reads.answer(session, read, self._now, replies)
             return
         seq = message.seq
         verdict = session.admit(seq)
@@ -476,7 +472,7 @@ class Shard:
             request = Request(message, event.memory)
             if session.unread and type(message) is Step:
                 session.have_read(message.oldest)
-            if session.held is not None or (self.cuts.stops and not self.cuts.allows(session, seq)):
+            if session.held is not None or (self.cuts.stops and self._stops(session, seq)):
                 session.queue.append(request)
             else:
                 self._execute(session, request)

@@ -37,6 +37,19 @@ class ShardReads:
         self._group = group
         self._refuse = refuse
 
+    def come(
+        self, session: ShardSession, request: ReadRequest, now: float, replies: Replies
+    ) -> bool:
+        """A read has come; False: what was sent before it has not, or too many wait. As `answer`,
+        but that what the network has repeated is left out."""
+        message = request.message
+        if message.behind > session.last or len(session.reads) >= session.requests:
+            return False
+        if message.seq > session.asked:
+            session.asked = message.seq
+            self.answer(session, request, now, replies)
+        return True
+
     def answer(
         self, session: ShardSession, request: ReadRequest, now: float, replies: Replies
     ) -> None:
@@ -49,7 +62,8 @@ class ShardReads:
         try:
             if session.fenced_by is not None:
                 raise session.fenced()
-            if session.has_answered(message.behind):
+            idle = session.held is None and not session.queue
+            if idle or session.has_answered(message.behind):
                 answer = self._group(message.group).read(session, request, now)
         except (ParamServeError, ValueError, TypeError, MemoryError) as error:
             answer = Answer(structs.replace(self._refuse(message, error), applied="no"))

@@ -180,6 +180,11 @@ class ShardSession:
             return self.held.message.seq - (self.done is None)
         return self.queue[0].message.seq - 1 if self.queue else self.last
 
+    @property
+    def waiting(self) -> int:
+        """Requests that are not answered: what is held, what is behind it, and reads."""
+        return (self.held is not None) + len(self.queue) + len(self.reads)
+
     def has_answered(self, seq: int) -> bool:
         """Whether all requests up to a number have been answered."""
         oldest = self.held or (self.queue[0] if self.queue else None)

@@ -140,11 +140,7 @@ def apply_now(
     size = 0.0 if skip else largest(parts, step)
     if size == math.inf:
         if epoch.policy.on_nonfinite == "refuse":
-            raise NonFinite(
-                f"the gradient of worker {session.rank} (client {session.client}) for group "
-                f"{state.name!r} holds NaN or Inf",
-                fix="lower the learning rate, clip, or use on_nonfinite='skip'",
-            )
+            raise _not_finite(state, session)
         skip = True
     if skip:
         return _skip(state, session, step), ()
@@ -194,6 +190,14 @@ def apply_now(
     if not dropped:
         state.count_staleness(session.rank, staleness)
     return Done(step.seq, state.version, state.members.slowest, staleness, dropped), written
+
+
+def _not_finite(state: GroupState, session: ShardSession) -> NonFinite:
+    return NonFinite(
+        f"the gradient of worker {session.rank} (client {session.client}) for group "
+        f"{state.name!r} holds NaN or Inf",
+        fix="lower the learning rate, clip, or use on_nonfinite='skip'",
+    )
 
 
 def _overflown(state: GroupState, session: ShardSession, step: Step, epoch: PolicyEpoch) -> Done:

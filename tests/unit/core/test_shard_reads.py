@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.core.group_rig import change
 from tests.unit.core.rig import Rig, block_spec, payload
 
 from paramserve.config import NO_RANK
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.core.events import ClientGone, ClientHere, Effects
-from paramserve.messages import NotRead, Read, ReadTarget, Refused, Values
+from paramserve.messages import Done, NotRead, Read, ReadTarget, Refused, Values
 
 ME, OTHER, READER = 7, 8, 9
 SIZE = 8
@@ -91,6 +92,33 @@ def test_read_waits_for_the_members_that_its_policy_waits_for_and_holds_up_no_st
     assert "does not let worker 0 read at clock 1 yet" in told.reason
     assert len(push(one, clock=1).replies) == 1, "it only pushes"
     assert read_by(push(one, OTHER)) == [(1, 3.0)]
+
+
+def test_member_that_is_further_on_than_a_shard_knows_does_not_wait_for_itself() -> None:
+    """It has joined on another shard at a later clock."""
+    one = rig(BoundedStaleness(0))
+    for clock in range(5):
+        push(one, OTHER, clock)
+    assert read_by(read(one, 1, 0, clock=5)) == [(1, 5.0)]
+    assert one.shards[0].groups[0].state.clocks == {0: 5, 1: 5}
+
+
+def test_news_of_a_policy_in_the_answer_of_a_read_is_told_again() -> None:
+    """That answer may be lost with its link, and is kept nowhere."""
+    one = rig(workers=1)
+    change(one, BoundedStaleness(1), OTHER)
+    told = []
+    for seq in (1, 2):
+        (_, answer), *_ = read(one, seq, 0).replies
+        assert isinstance(answer.message, Values)
+        told.append(answer.message.news)
+    assert told[0] == told[1] != ()
+    (_, answer), *_ = push(one).replies
+    assert isinstance(answer.message, Done)
+    assert answer.message.news == told[0]
+    (_, answer), *_ = read(one, 3, 0).replies
+    assert isinstance(answer.message, Values)
+    assert answer.message.news == ()
 
 
 def test_read_behind_a_request_that_never_came_ends_the_connection() -> None:
