@@ -79,7 +79,7 @@ class Ticket(Struct, eq=False, weakref=True):
 
         Raises:
             PushTimeout, PullTimeout: not there in `timeout_s`. Applied: unknown; call again to
-                wait on: the request keeps its number and is applied at most once.
+                wait on: what was pushed keeps its number and is applied at most once.
             ServerGone: a server ended. Applied: unknown.
             ParamServeError: the servers refused it; see the text.
         """

@@ -427,7 +427,7 @@ class Embedding(KeyedModule):
         users = worker.client.table("users", dim=64, rule=ps.Adagrad(lr=0.05))
         model.users = ps.pytorch.Embedding(users)
 
-    See `KeyedModule` for what is pulled, created and collected.
+    See `KeyedModule` for what is pulled and collected.
 
     Args:
         table: from `client.table`. Modules on the same table share its rows.
@@ -469,7 +469,7 @@ class Embedding(KeyedModule):
 class EmbeddingBag(KeyedModule):
     """`torch.nn.EmbeddingBag` without a vocabulary: any int64 or string is a key of the table.
 
-    See `KeyedModule` for what is pulled, created and collected.
+    See `KeyedModule` for what is pulled and collected.
 
     Args:
         table: from `client.table`. Modules on the same table share its rows.
