@@ -309,7 +309,7 @@ def test_codec_that_servers_were_not_started_with_is_refused(make_cluster: MakeC
     cluster = make_cluster("tcp", servers=2, workers=2, registers=[Fails])
     client, value = cluster.client(rank=0), np.zeros(SIZE, np.float32)
     for codec in (Steps(), TopK(0.1) | Steps()):
-        with pytest.raises(UnknownCodec, match=r"'Steps'.*known are .*Fails.*codecs=\[Steps\]"):
+        with pytest.raises(UnknownCodec, match=r"'Steps'.*known are .*Fails.*rules=\[Steps\]"):
             client.define("w", value, rule=Add(), push=codec)
         with pytest.raises(UnknownCodec, match="'Steps'"):
             client.define("w", value, rule=Add(), pull=Steps())

@@ -178,9 +178,7 @@ class UnderItsName(Add):
 def test_policy_that_no_server_knows_is_refused_and_the_name_stays_free(make: MakeCluster) -> None:
     client = make().client()
     for policy in (IgnoreStragglers(1), Async(damping=tenth)):
-        with pytest.raises(
-            UnknownRule, match=r"IgnoreStragglers|tenth.*policies=\[tenth\]"
-        ) as told:
+        with pytest.raises(UnknownRule, match=r"IgnoreStragglers|tenth.*rules=\[tenth\]") as told:
             client.define("w", np.zeros(SIZE), rule=Add(), group="g", consistency=policy)
         assert told.value.applied == "no"
     client.define("w", np.ones(SIZE), rule=Add(), group="g", consistency=Buffered(size=2))
@@ -195,7 +193,7 @@ def test_server_does_not_start_with_a_policy_that_it_does_not_know() -> None:
     async def start(*things: Any) -> ServerRole:
         return process_role(config, NO_CREDENTIALS, None, registered(things))
 
-    with pytest.raises(UnknownRule, match=r"policies=\[IgnoreStragglers\]"):
+    with pytest.raises(UnknownRule, match=r"rules=\[IgnoreStragglers\]"):
         asyncio.run(start())
     assert asyncio.run(start(IgnoreStragglers)).shard.policy == IgnoreStragglers(1)
 

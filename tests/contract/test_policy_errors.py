@@ -98,7 +98,7 @@ def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
     steps(2)
     with pytest.raises(UnknownRule) as refused:
         client.set_consistency("default", Patient(1), timeout_s=2.0)
-    for part in (f"the server of shard {lacking}", "'Patient'", "policies=[Patient]"):
+    for part in (f"the server of shard {lacking}", "'Patient'", "rules=[Patient]"):
         assert part in str(refused.value)
     assert refused.value.applied == "no"
     steps(4)

@@ -24,7 +24,6 @@ from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.cli.statuses import INTERRUPTED, status_of
-from paramserve.consistency.registry import split
 from paramserve.errors import ParamServeError
 from paramserve.observe.view import SHOWS, Show
 
@@ -132,17 +131,15 @@ def run(
     assert target is not None
     if out is not None:
         out = check_out(out, "--save")
-    own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
-    policy = policy_of(consistency, given)
+    own = [load_object(each) for each in rules]
+    policy = policy_of(consistency, own)
     path, function = load_function(target, script_args)
     try:
         result = run_function(
             WithArguments(function, [path, *script_args]),
             consistency=policy,
             on_worker_death=_on_worker_death(on_worker_death),
-            rules=own_rules,
-            policies=policies,
-            codecs=codecs,
+            rules=own,
             engine=_engine(engine),
             show=show,
             resume=resume_from if resume_from is not None else resume,

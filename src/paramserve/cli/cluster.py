@@ -23,7 +23,6 @@ from paramserve.cli.checkpoints import Place
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.config import TLS, Credentials, Deadlines, Limits
-from paramserve.consistency.registry import split
 from paramserve.errors import CoordinatorGone, ParamServeError
 from paramserve.logs import event
 
@@ -168,14 +167,12 @@ def serve(
     if metrics_port is not None:
         reporters = [Prometheus(metrics_port, host=metrics_host)]
     tls = tls_of(options)
-    own_rules, policies, codecs = split(given := [load_object(each) for each in rules])
-    policy = policy_of(consistency, given)
+    own = [load_object(each) for each in rules]
+    policy = policy_of(consistency, own)
     server_log.begin(log_form)
     with server_log.told(log_form):
         run(
-            rules=own_rules,
-            policies=policies,
-            codecs=codecs,
+            rules=own,
             consistency=policy,
             tls=tls,
             checkpoint=Checkpoint(checkpoint, every_s=every_s) if checkpoint is not None else None,

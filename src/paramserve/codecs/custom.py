@@ -12,7 +12,7 @@ class CustomCodec(Codec):
     """Your own codec: a frozen dataclass with `size`, `encode` and `decode`.
 
     Its fields are numbers, bools and texts; they travel to servers with its class's name, and the
-    servers have to be started with the class: `codecs=[Thirds]`. What one of the three methods
+    servers have to be started with the class: `rules=[Thirds]`. What one of the three methods
     raises refuses the push whole (`CodecFailed`), as do another number of bytes than it said, NaN
     and Inf. `paramserve_testing.codec_suite.CodecSuite` tests it.
 
@@ -28,7 +28,7 @@ class CustomCodec(Codec):
         ...         return values.size
         ...     def decode(self, data, out):
         ...         out[:] = data.view(np.int8) * np.float32(self.step)
-        >>> ps.run(train, workers=2, codecs=[Thirds])
+        >>> ps.run(train, workers=2, rules=[Thirds])
         >>> worker.optimizer(model, own, push=Thirds(0.001))
 
     Attributes:

@@ -130,7 +130,7 @@ def build(described: CodecSpec, registered: Mapping[str, type[Codec]] = NONE) ->
         name = described.name
         raise UnknownCodec(
             f"no codec is called {name!r} here, known are {known}",
-            fix=f"start the servers with codecs=[{name}] (paramserve run and serve: --rules "
+            fix=f"start the servers with rules=[{name}] (paramserve run and serve: --rules "
             f"module:{name}), and define the parameters with it on each client that steps them",
         )
     return _made(kind, described.name, described.options)
@@ -174,7 +174,7 @@ def _made_of(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Cod
 _METHODS = ("size", "encode", "decode")
 
 
-def check_registered(classes: Iterable[Any], option: str = "codecs=") -> Mapping[str, type[Codec]]:
+def check_registered(classes: Iterable[Any], option: str = "rules=") -> Mapping[str, type[Codec]]:
     """The codecs that an owner of servers registers, by name.
 
     Args:

@@ -201,7 +201,7 @@ class Async(Policy):
             drops that gradient and counts it.
         damping: what the learning rate is multiplied by, from the gradient's staleness (an int):
             `ps.Inverse`, `ps.Exponential`, `ps.Polynomial`, or a function that was registered with
-            `policies=[...]`. What it returns is finite and not negative. None: 1. Under a rule
+            `rules=[...]`. What it returns is finite and not negative. None: 1. Under a rule
             without a learning rate (`ps.Add`) the gradient is multiplied.
         drop_after: a gradient of more staleness than this is dropped and counted. Each shard
             counts its own updates, so that one may drop its part where another applies it.
@@ -457,7 +457,7 @@ def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
         if codec is not None and not is_built_in_codec(as_codec(codec, what)):
             raise TypeError(
                 f"{what} of {name} is a built-in codec: give one of your own to "
-                f"worker.optimizer(..., {what}=), and register it with codecs=, not {codec!r}"
+                f"worker.optimizer(..., {what}=), and register it with rules=, not {codec!r}"
             )
 
 

@@ -174,7 +174,7 @@ def build(described: ConsistencySpec, registered: Mapping[str, Any] = NONE) -> P
         known = sorted({*BUILT_IN, *(k for k, v in registered.items() if isinstance(v, type))})
         raise UnknownRule(
             f"unknown consistency policy {described.name!r}; known: {', '.join(known)}",
-            fix=f"start the servers with policies=[{described.name}] (paramserve serve: --rules "
+            fix=f"start the servers with rules=[{described.name}] (paramserve serve: --rules "
             f"module:{described.name}), or use one of these; servers run no code that they were "
             "not started with",
         )
@@ -223,8 +223,7 @@ def _part(name: str, value: Any, options: dict[str, Any], registered: Mapping[st
         return build_rule(RuleSpec(value, options), registered)
     raise UnknownRule(
         f"the servers know no function {value!r} for {name}",
-        fix=f"start them with policies=[{value}] (or rules=, if it is a rule), or use "
-        "ps.Inverse(...) or its like",
+        fix=f"start them with rules=[{value}], or use ps.Inverse(...) or its like",
     )
 
 
@@ -258,128 +257,78 @@ class Registered(NamedTuple):
         return (*self.rules.values(), *self.policies.values(), *self.codecs.values())
 
 
-def registered(things: Iterable[Any]) -> Registered:
+def registered(things: Iterable[Any], consistency: Policy | None = None) -> Registered:
     """Tell rules, policies, functions and codecs from each other, and check each.
 
     Args:
-        things: classes of rules, classes derived from `Policy` or `CustomCodec`, and functions, in
-            any order.
+        things: as a user gave them as `rules=`: classes of rules, classes derived from `Policy` or
+            `CustomCodec`, and functions, in any order. What is there twice counts once.
+        consistency: its class, and rules' classes and functions in its fields, are registered with
+            the others.
     Raises:
         TypeError: one of them can be none of these, or two have one name; the text says what to
             do.
     """
-    rules, policies, codecs = split(things)
-    return check(rules, policies, codecs=codecs)
-
-
-def split(things: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What can only be for `rules=`, what is for `policies=`, and what for `codecs=`; nothing is
-    checked."""
+    if isinstance(things, str) or not isinstance(things, Iterable):
+        name = getattr(things, "__name__", "MyRule")
+        raise TypeError(f"rules= takes a list, as in rules=[{name}], not {things!r}")
     rules: list[Any] = []
     policies: list[Any] = []
     codecs: list[Any] = []
-    for each in things:
+    for each in {id(each): each for each in (*things, *_own(consistency))}.values():
         if isinstance(each, type) and issubclass(each, Codec):
             codecs.append(each)
+        elif inspect.isfunction(each) or (isinstance(each, type) and issubclass(each, Policy)):
+            policies.append(each)
         else:
-            (policies if _is_of_policies(each) else rules).append(each)
-    return rules, policies, codecs
-
-
-def _is_of_policies(thing: Any) -> bool:
-    return inspect.isfunction(thing) or (isinstance(thing, type) and issubclass(thing, Policy))
-
-
-def check(
-    rules: Iterable[Any],
-    given: Iterable[Any],
-    consistency: Policy | None = None,
-    *,
-    codecs: Iterable[Any] = (),
-) -> Registered:
-    """As `registered`, of what a user gave as `rules=`, as `policies=` and as `codecs=`.
-
-    Args:
-        consistency: its class, and rules' classes and functions in its fields, are registered with
-            the others.
-    Raises:
-        TypeError: as `registered`.
-    """
-    mine = {"rules": "MyRule", "policies": "MyPolicy", "codecs": "MyCodec"}
-    for option, things in zip(mine, (rules, given, codecs), strict=True):
-        if isinstance(things, str) or not isinstance(things, Iterable):
-            name = getattr(things, "__name__", mine[option])
-            raise TypeError(f"{option}= takes a list, as in {option}=[{name}], not {things!r}")
-    classes = list(rules)
-    classes += [each for each in _rules_of(consistency) if each not in classes]
-    policies = check_registered(given, consistency)
-    found = Registered(check_rules(classes), policies, check_codecs(codecs))
+            rules.append(each)
+    found = Registered(check_rules(rules), _check_policies(policies), check_codecs(codecs))
     both = sorted(found.rules.keys() & found.policies.keys())
     if both:
-        raise TypeError(f"policies=: {both[0]!r} is the name of a rule in rules=: rename one")
-    return Registered(*map(MappingProxyType, found))
-
-
-def _rules_of(consistency: Policy | None) -> list[type[Any]]:
-    """Classes of rules in a policy's fields that are not built in."""
-    owner: Any = consistency
-    if not is_dataclass(owner) or isinstance(owner, type):
-        return []
-    values = [getattr(owner, each.name) for each in fields(owner)]
-    kinds = [type(value) for value in values if isinstance(value, Rule)]
-    return [kind for kind in kinds if kind.name not in {*BUILT_IN_RULES, TORCH}]
-
-
-# --- policies and functions ---------------------------------------------------------------------
-
-
-def check_registered(given: Iterable[Any], consistency: Policy | None = None) -> Mapping[str, Any]:
-    """What an owner of servers registers, by name.
-
-    Args:
-        given: classes derived from `Policy`, and functions.
-        consistency: its class, and a function in its fields, are registered with it.
-    Raises:
-        TypeError: one of them can be neither, or two have one name; the text says what to do.
-    """
-    found: dict[str, Any] = {}
-    for each in (*given, *_own(consistency)):
-        name = getattr(each, "__name__", "")
-        if found.get(name) is each:
-            continue
-        _check(each, name)
-        if name in BUILT_IN or name in PARTS or name in BUILT_IN_RULES:
-            raise TypeError(f"policies=: {name!r} is the name of a built-in one: rename yours")
-        if name in found:
-            raise TypeError(f"policies=: two are called {name!r}: rename one")
-        found[name] = each
-    return MappingProxyType(found)
+        raise TypeError(f"rules=: {both[0]!r} is the name of a rule and of a policy: rename one")
+    return found
 
 
 def _own(consistency: Policy | None) -> list[Any]:
+    """A policy's class, and the rules' classes and functions in its fields, without what is built
+    in."""
     policy: Any = consistency
     if not is_dataclass(policy) or isinstance(policy, type):
         return []
     kind: Any = type(policy)
     own = [] if kind in BUILT_IN.values() else [kind]
-    values = (getattr(policy, each.name) for each in fields(policy))
+    values = [getattr(policy, each.name) for each in fields(policy)]
+    rules = [type(value) for value in values if isinstance(value, Rule)]
+    own += [rule for rule in rules if rule.name not in {*BUILT_IN_RULES, TORCH}]
     return own + [value for value in values if inspect.isfunction(value)]
 
 
-def _check(given: Any, name: str) -> None:
-    each: Any = given
+# --- policies and functions ---------------------------------------------------------------------
+
+
+def _check_policies(given: Iterable[Any]) -> Mapping[str, Any]:
+    """Classes derived from `Policy`, and functions, by name; raises as `registered`."""
+    found: dict[str, Any] = {}
+    for each in given:
+        name = each.__name__
+        _check(each, name)
+        if name in BUILT_IN or name in PARTS or name in BUILT_IN_RULES:
+            raise TypeError(f"rules=: {name!r} is the name of a built-in one: rename yours")
+        if name in found:
+            raise TypeError(f"rules=: two are called {name!r}: rename one")
+        found[name] = each
+    return MappingProxyType(found)
+
+
+def _check(each: Any, name: str) -> None:
     if inspect.isfunction(each):
         if not name.isidentifier():
             raise TypeError(
-                f"policies=: {each!r} has no name: write it with def, not lambda, so that clients "
+                f"rules=: {each!r} has no name: write it with def, not lambda, so that clients "
                 "can name it"
             )
         return
-    if not (isinstance(each, type) and issubclass(each, Policy)):
-        raise TypeError(
-            f"policies= takes classes derived from ps.Policy and functions, not {each!r}"
-        )
-    where = f"policies=: {each.__qualname__}"
+    where = f"rules=: {each.__qualname__}"
     check_frozen(where, each)
     for method, count in _METHODS.items():
         signature = str(inspect.signature(getattr(Policy, method)))

@@ -13,6 +13,7 @@ from paramserve.consistency.built_in import Async
 from paramserve.engine.base import Engine
 from paramserve.launch.arguments import SEED_BITS, check_engine
 from paramserve.launch.connect import Handle
+from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import for_servers
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import handle_of
@@ -36,10 +37,8 @@ class Cluster:
             registered.
         engine: what starts the processes; `ps.Local()` if None.
         name: others find it with `ps.attach(name, engine=...)`; None: only by its handle.
-        rules: classes of your own rules that the servers may run; see `ps.CustomRule`.
-        policies: classes of your own policies, and functions for `damping=`, that the servers may
-            run; see `ps.Policy`.
-        codecs: classes of your own codecs that the servers may run; see `ps.CustomCodec`.
+        rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
+            the servers may run; see `ps.CustomRule`, `ps.Policy` and `ps.CustomCodec`.
         seed: of workers that join by its handle; a random one if None.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
@@ -49,6 +48,7 @@ class Cluster:
         NameTaken: a living cluster has this name. Nothing is left of this one.
     """
 
+    @by_name
     def __init__(
         self,
         servers: int = 1,
@@ -57,22 +57,15 @@ class Cluster:
         consistency: Policy | None = None,
         engine: Engine | None = None,
         name: str | None = None,
-        rules: Sequence[type[Any]] = (),
-        policies: Sequence[Any] = (),
-        codecs: Sequence[type[Any]] = (),
+        rules: Sequence[Callable[..., Any]] = (),
         seed: int | None = None,
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
     ) -> None:
         check_count("servers", servers)
         check_count("workers", workers, least=0)
-        told = for_servers(
-            consistency if consistency is not None else Async(),
-            workers,
-            rules=rules,
-            policies=policies,
-            codecs=codecs,
-        )
+        policy = consistency if consistency is not None else Async()
+        told = for_servers(policy, workers, rules=rules)
         plan = Plan(
             servers=servers,
             workers=0,

@@ -21,7 +21,7 @@ import cloudpickle
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.registry import Registered, build, check, spec
+from paramserve.consistency.registry import Registered, build, registered, spec
 from paramserve.errors import ParamServeError, warn_user
 from paramserve.launch.abbreviation import abbreviated
 
@@ -247,9 +247,7 @@ def for_servers(
     consistency: Policy,
     workers: int,
     *,
-    rules: Sequence[type[Any]],
-    policies: Sequence[Any],
-    codecs: Sequence[type[Any]] = (),
+    rules: Sequence[Callable[..., Any]],
 ) -> ForServers:
     """Check a policy and what is registered, and make them ready to travel.
 
@@ -263,24 +261,22 @@ def for_servers(
             pickled; the text says which and why.
         ValueError: the policy cannot work with this many workers, or with its options.
     """
-    described, registered = checked(consistency, workers, rules, policies, codecs)
-    return ForServers(described, _pack(registered.things))
+    described, known = checked(consistency, workers, rules)
+    return ForServers(described, _pack(known.things))
 
 
 def checked(
     consistency: Policy,
     workers: int,
-    rules: Sequence[type[Any]],
-    policies: Sequence[Any],
-    codecs: Sequence[type[Any]],
+    rules: Sequence[Callable[..., Any]],
 ) -> tuple[ConsistencySpec, Registered]:
     """A policy as it travels, and all that servers may run with it; raises as `for_servers`."""
     described = spec(consistency)
-    registered = check(rules, policies, consistency, codecs=codecs)
-    build(described, registered.all)
+    known = registered(rules, consistency)
+    build(described, known.all)
     if workers:
         consistency.check(workers)
-    return described, registered
+    return described, known
 
 
 def _pack(things: Sequence[Any]) -> bytes:

@@ -57,6 +57,7 @@ from paramserve.errors import (
 from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_of
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
+from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import checked
 from paramserve.launch.signals import ends_for_server
 from paramserve.logs import event
@@ -569,6 +570,7 @@ def _server_config(
     )
 
 
+@by_name
 def serve(
     bind: str,
     *,
@@ -577,9 +579,7 @@ def serve(
     servers: int = 1,
     workers: int = 0,
     consistency: Policy | None = None,
-    rules: Sequence[type[Any]] = (),
-    policies: Sequence[Any] = (),
-    codecs: Sequence[type[Any]] = (),
+    rules: Sequence[Callable[..., Any]] = (),
     tls: TLS | None = None,
     advertise: str = "",
     restart_s: float | None = None,
@@ -606,10 +606,8 @@ def serve(
         join: `host:port` of the first server; None: this is it.
         servers, workers: of the whole cluster. Only the first server is told.
         consistency: when gradients are applied; `ps.Async()` if None. Only the first is told.
-        rules: classes of your own rules that this server may run.
-        policies: classes of your own policies, and functions for `damping=`, that it may run. All
-            servers of a cluster need the same ones.
-        codecs: classes of your own codecs, likewise.
+        rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
+            this server may run. All servers of a cluster need the same ones.
         tls: certificates; None: no TLS.
         advertise: host by which others reach `bind`, where that is another one (0.0.0.0).
         restart_s: how long a worker that died may take to come again and go on where it was, under
@@ -644,7 +642,7 @@ def serve(
     waits = _deadlines(deadlines, restart_s)
     bounds = check_settings("limits", limits, Limits)
     policy = consistency if consistency is not None else Async()
-    described, registered = checked(policy, workers, rules, policies, codecs)
+    described, registered = checked(policy, workers, rules)
     _check_numbers(servers, workers, ends=until_done and join is None)
     _check_timeout(timeout_s, ends=until_done and join is None)
     _check_advertise(advertise)

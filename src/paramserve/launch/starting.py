@@ -6,13 +6,11 @@ What a run consists of is said in `plan.py`; how it goes on once it is started, 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -29,8 +27,7 @@ from paramserve.config import (
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Sync
 from paramserve.engine.base import Engine
-from paramserve.errors import ParamServeError, did_you_mean
-from paramserve.launch.abbreviation import abbreviated
+from paramserve.errors import ParamServeError
 from paramserve.launch.arguments import (
     SEED_BITS,
     check_arguments,
@@ -41,6 +38,7 @@ from paramserve.launch.arguments import (
 )
 from paramserve.launch.checkpoints import Checkpoint, OnServerDeath, Path, recovery_of
 from paramserve.launch.lines import say
+from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import for_servers, imports, pack
 from paramserve.launch.plan import Plan
 from paramserve.launch.result import Result
@@ -65,9 +63,6 @@ NOTHING_KEPT = (
 RUN_BITS = 32
 """Of the number by which notes of a run are told from those of the run before."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 @dataclass(frozen=True)
 class _Arguments:
@@ -85,9 +80,7 @@ class _Arguments:
     threads_per_worker: int | None
     on_worker_death: OnWorkerDeath
     timeout_s: float | None
-    rules: Sequence[type[Any]]
-    policies: Sequence[Any]
-    codecs: Sequence[type[Any]]
+    rules: Sequence[Callable[..., Any]]
     deadlines: Deadlines | None
     limits: Limits | None
     save_tables: str | os.PathLike[str] | None
@@ -100,41 +93,7 @@ class _Arguments:
     report_to: Sequence[Any]
 
 
-def _by_name(begin: Callable[P, R]) -> Callable[P, R]:
-    """Have `ps.run(train, 3)` and `ps.run(train, epochs=3)` say how `train` is given its
-    arguments, and what an option is called that is misspelt."""
-    known = [*inspect.signature(begin).parameters]
-
-    @functools.wraps(begin)
-    def named(*given: P.args, **options: P.kwargs) -> R:
-        if len(given) > 1:
-            others = "".join(f"{abbreviated(each)}, " for each in given[1:])
-            raise TypeError(
-                f"ps.{begin.__name__} takes the training function and options by their names, and "
-                f"got {len(given)} arguments without one: for arguments of the training function "
-                f"write args=({others.rstrip() if len(given) == 2 else others.rstrip(', ')})"
-            )
-        for name in options:
-            if name not in known:
-                raise TypeError(
-                    f"ps.{begin.__name__} got an unexpected keyword argument {name!r}"
-                    f"{_instead(name, known)}"
-                )
-        return begin(*given, **options)
-
-    return named
-
-
-def _instead(name: str, known: Sequence[str]) -> str:
-    """What to write in place of an option that there is not."""
-    if name == "show":  # of `run`
-        return ": paramserve.observe.watch(job) shows how far a job is"
-    if meant := did_you_mean(name, known):
-        return meant
-    return f": for an argument of the training function write kwargs={{{name!r}: ...}}"
-
-
-@_by_name
+@by_name
 def start(
     train: Callable[..., Any],
     *,
@@ -149,9 +108,7 @@ def start(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
-    rules: Sequence[type[Any]] = (),
-    policies: Sequence[Any] = (),
-    codecs: Sequence[type[Any]] = (),
+    rules: Sequence[Callable[..., Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
@@ -176,7 +133,7 @@ def start(
     return job
 
 
-@_by_name
+@by_name
 def run(
     train: Callable[..., Any],
     *,
@@ -191,9 +148,7 @@ def run(
     threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
-    rules: Sequence[type[Any]] = (),
-    policies: Sequence[Any] = (),
-    codecs: Sequence[type[Any]] = (),
+    rules: Sequence[Callable[..., Any]] = (),
     deadlines: Deadlines | None = None,
     limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
@@ -233,9 +188,8 @@ def run(
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
             others go on without it; `ps.Restart(times)`: it is started again.
         timeout_s: the whole run's; None: no limit.
-        rules: your own rules' classes that the servers may run; see `ps.CustomRule`.
-        policies: your own policies' classes, and functions for `damping=`; see `ps.Policy`.
-        codecs: your own codecs' classes; see `ps.CustomCodec`.
+        rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
+            the servers may run; see `ps.CustomRule`, `ps.Policy` and `ps.CustomCodec`.
         deadlines: how long each wait may take; `ps.Deadlines()` if None.
         limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
@@ -341,8 +295,6 @@ def _job(given: _Arguments) -> Job:
         given.consistency if given.consistency is not None else Sync(reduce="mean"),
         workers,
         rules=given.rules,
-        policies=given.policies,
-        codecs=given.codecs,
     )
     factors = check_weights(given.worker_weight, workers, given.consistency)
     engine = check_engine(given.engine)

@@ -194,7 +194,10 @@ def check_registered(classes: Iterable[Any]) -> Mapping[str, type[Any]]:
 
 def _check_class(kind: Any) -> None:
     if not isinstance(kind, type):
-        raise TypeError(f"rules= takes classes, as in rules=[MyRule], not {kind!r}")
+        raise TypeError(
+            "rules= takes classes of rules, policies and codecs, and functions for damping=, as in "
+            f"rules=[MyRule], not {kind!r}"
+        )
     where = f"rules=: {kind.__qualname__}"
     check_frozen(where, kind)
     if issubclass(kind, CustomRule):

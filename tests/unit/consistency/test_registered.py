@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from paramserve.codecs import Codec as BuiltInCodec
 from paramserve.codecs import CustomCodec
 from paramserve.consistency.base import APPLY, Admission, GroupView, OnPush, Policy, Pull, Push
 from paramserve.consistency.built_in import Async, BoundedStaleness
-from paramserve.consistency.registry import check, check_registered, registered, split
+from paramserve.consistency.registry import registered
 from paramserve.rules import SGD
 from paramserve.rules.custom import CustomRule
 
@@ -71,44 +72,52 @@ def test_codecs_that_can_be_none_are_refused() -> None:
         def encode(self, values: Any) -> int:  # type: ignore[override]
             return 0
 
+    class Unregistrable(BuiltInCodec): ...
+
     built_in = dataclass(frozen=True)(type("TopK", (Codec,), {}))
     twice = dataclass(frozen=True)(type("Codec", (Codec,), {}))
     for given, told in (
-        ([Rule], "codecs= takes classes that derive from ps.CustomCodec"),
-        ([Codec()], "codecs= takes classes that derive"),
-        ([Lacking], "codecs=: .*Lacking has no encode, decode: define each"),
+        ([Unregistrable], "rules= takes classes that derive from ps.CustomCodec"),
+        ([Lacking], "rules=: .*Lacking has no encode, decode: define each"),
         ([Thawed], "Thawed has to be a frozen dataclass"),
         ([Fewer], "Fewer.encode has to be a method encode"),
         ([built_in], "'TopK' is the name of a built-in codec"),
         ([Codec, twice], "two codecs are called 'Codec'"),
-        (Codec, r"codecs= takes a list, as in codecs=\[Codec\]"),
     ):
         with pytest.raises(TypeError, match=told):
-            check((), (), codecs=given)  # type: ignore[arg-type]
+            registered(given)
 
 
-def test_split_checks_nothing() -> None:
-    assert split([3, Own, Rule, Codec]) == ([3, Rule], [Own], [Codec])
+def test_registered_adds_the_class_and_the_functions_of_the_policy() -> None:
+    assert dict(registered((), Own()).all) == {"Own": Own}
+    assert dict(registered((), Async(damping=halves)).all) == {"halves": halves}
+    assert dict(registered((), Async()).all) == {}
 
 
-def test_check_adds_the_class_and_the_functions_of_the_policy() -> None:
-    assert dict(check((), (), Own()).policies) == {"Own": Own}
-    assert dict(check((), (), Async(damping=halves)).policies) == {"halves": halves}
-    assert dict(check((), [Own, halves], Own()).policies) == {"Own": Own, "halves": halves}
-    assert dict(check((), (), Async()).all) == {}
+def test_registered_adds_the_class_of_a_rule_in_the_policy() -> None:
+    @dataclass(frozen=True)
+    class Outer(Policy):
+        outer: Any
+        built_in: Any
+
+    assert dict(registered((), Outer(Rule(), SGD(lr=0.1))).rules) == {"Rule": Rule}
+
+
+def test_same_thing_registered_twice_counts_once() -> None:
+    things = [Own, Rule, Codec, halves]
+    found = registered([*things, *things], Own(damping=halves))
+    assert found == registered(things)
 
 
 def test_rule_and_policy_of_one_name_are_refused() -> None:
-    with pytest.raises(TypeError, match="'Own' is the name of a rule"):
-        check([Namesake], [Own])
+    with pytest.raises(TypeError, match="rules=: 'Own' is the name of a rule and of a policy"):
+        registered([Own, Namesake])
 
 
-@pytest.mark.parametrize("wrong", [3, "Own", int, Own()])
+@pytest.mark.parametrize("wrong", [3, "Own", max, Own(), Rule(), Codec()])
 def test_what_is_neither_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="rules="):
+    with pytest.raises(TypeError, match=r"rules= takes classes of rules, policies and codecs, and"):
         registered([wrong])
-    with pytest.raises(TypeError, match="policies= takes classes"):
-        check((), [wrong])
 
 
 # --- policies and functions -----------------------------------------------------------------------
@@ -210,12 +219,12 @@ class Helped(Async):
 @pytest.mark.parametrize("kind", [Helped, Scaled, UsesItsOwn])
 def test_policy_with_methods_beside_its_own_ones_is_taken(kind: type[Policy]) -> None:
     with warnings.catch_warnings(action="error"):
-        assert dict(check_registered([kind])) == {kind.__name__: kind}
+        assert dict(registered([kind]).policies) == {kind.__name__: kind}
 
 
 def test_policy_with_methods_that_no_server_calls_warns() -> None:
     with pytest.warns(UserWarning, match="AnswersNothing defines decide and none of on_push, .*"):
-        check_registered([AnswersNothing])
+        registered([AnswersNothing])
 
 
 def named(name: str, base: type = Policy) -> type:
@@ -246,28 +255,23 @@ def function(name: str) -> Callable[[int], float]:
         ([function("SGD")], "'SGD' is the name of a built-in one"),
         ([named("Own"), named("Own")], "two are called 'Own'"),
         ([named("bare"), bare], "two are called 'bare'"),
-        ([Own()], "takes classes derived from ps.Policy and functions"),
-        ([SGD], "takes classes derived from ps.Policy and functions"),
-        ([max], "takes classes derived from ps.Policy and functions"),
+        ([SGD], "'SGD' is the name of a built-in rule"),
+        ([int], "int has to be a frozen dataclass"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        check_registered(given)
-
-
-def test_same_thing_registered_twice_counts_once() -> None:
-    assert dict(check_registered([Own, bare, Own], Own(damping=bare))) == {"Own": Own, "bare": bare}
+        registered(given)
 
 
 @pytest.mark.parametrize(
-    ("rules", "policies", "words"),
+    ("rules", "words"),
     [
-        (SGD, (), r"rules= takes a list, as in rules=\[SGD\]"),
-        ("SGD", (), r"rules= takes a list, as in rules=\[MyRule\]"),
-        ((), Async, r"policies= takes a list, as in policies=\[Async\]"),
+        (Own, r"rules= takes a list, as in rules=\[Own\]"),
+        (halves, r"rules= takes a list, as in rules=\[halves\]"),
+        ("SGD", r"rules= takes a list, as in rules=\[MyRule\]"),
     ],
 )
-def test_what_is_registered_is_a_list(rules: Any, policies: Any, words: str) -> None:
+def test_what_is_registered_is_a_list(rules: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        check(rules, policies)
+        registered(rules)

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -59,7 +60,7 @@ def test_start_counts_must_be_positive_ints(option: str) -> None:
         ({"consistency": ps.Async}, TypeError, "consistency must be"),
         ({"consistency": ps.Async}, TypeError, r"not the class Async.*call it: ps\.Async\(\)"),
         ({"consistency": ps.Sync(backup=1)}, ValueError, "below the number of workers, 1"),
-        ({"policies": [3]}, TypeError, "policies= takes"),
+        ({"rules": [3]}, TypeError, "rules= takes classes"),
         ({"worker_weight": [1.0, 2.0]}, ValueError, "2 weights for 1 workers"),
         ({"worker_weight": [0.0]}, ValueError, "worker_weight of rank 0 must be above"),
         ({"worker_weight": [float("nan")]}, ValueError, "worker_weight of rank 0"),
@@ -143,6 +144,38 @@ def test_unknown_option_is_told_what_to_write(begin: Any, name: str, text: str) 
         begin(train, engine=NeverOpens(), **{name: 3})
 
 
+def serve(**options: Any) -> None:
+    ps.serve("127.0.0.1:0", token_file="missing", **options)
+
+
+@pytest.mark.parametrize(
+    ("begin", "name", "text"),
+    [
+        (begin, name, rf"^ps\.{called} got an unexpected .* {name!r}: write {written}$")
+        for called, begin in (
+            ("run", partial(ps.run, train)),
+            ("start", partial(ps.start, train)),
+            ("Cluster", ps.Cluster),
+            ("serve", serve),
+        )
+        for name, written in (
+            ("policies", r"rules=\[MyPolicy\]"),
+            ("codecs", r"rules=\[MyCodec\]"),
+        )
+    ],
+)
+def test_option_that_has_moved_is_told_its_new_place(begin: Any, name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        begin(**{name: 3})
+
+
+def test_unknown_option_of_a_cluster_is_told_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"^ps\.Cluster got .* 'rule': did you mean rules\?$"):
+        ps.Cluster(rule=[])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^ps\.Cluster got an unexpected .* 'show'$"):
+        ps.Cluster(show="table")  # type: ignore[call-arg]
+
+
 def test_run_takes_what_start_takes() -> None:
     with pytest.raises(ValueError, match="workers"):
         ps.run(train, workers=0, engine=NeverOpens())
@@ -157,7 +190,7 @@ def test_run_takes_what_start_takes() -> None:
         ({"workers": -1}, ValueError, "workers"),
         ({"consistency": "sync"}, TypeError, "consistency"),
         ({"consistency": ps.Sync(backup=2), "workers": 2}, ValueError, "number of workers, 2"),
-        ({"policies": ["Async"]}, TypeError, "policies= takes"),
+        ({"rules": ["Async"]}, TypeError, "rules= takes classes"),
         ({"engine": ps.Local}, TypeError, "engine"),
     ],
 )

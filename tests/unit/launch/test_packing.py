@@ -145,7 +145,7 @@ def halves(staleness: int) -> float:
 
 
 def test_servers_get_rules_policies_and_what_the_policy_needs_in_one_package() -> None:
-    told = for_servers(Async(damping=halves), 2, rules=[OwnRule], policies=[Own])
+    told = for_servers(Async(damping=halves), 2, rules=[Own, OwnRule])
     assert registered(cloudpickle.loads(told.code)).all == {
         "OwnRule": OwnRule,
         "Own": Own,
@@ -160,33 +160,33 @@ def test_servers_get_the_rule_that_a_policy_has() -> None:
         outer: Rule = OwnRule()
 
     for rules in ((), [OwnRule]):
-        told = for_servers(Outer(), 2, rules=rules, policies=())
+        told = for_servers(Outer(), 2, rules=rules)
         assert [kind.__name__ for kind in cloudpickle.loads(told.code)] == ["OwnRule", "Outer"]
 
 
 def test_servers_get_no_code_for_what_is_built_in() -> None:
-    assert for_servers(Sync(), 2, rules=(), policies=()).code == b""
+    assert for_servers(Sync(), 2, rules=()).code == b""
 
 
 def test_class_of_a_function_travels_by_value() -> None:
     @dataclass(frozen=True)
     class Local(Policy): ...
 
-    told = for_servers(Local(), 2, rules=(), policies=())
+    told = for_servers(Local(), 2, rules=())
     assert [each.__name__ for each in cloudpickle.loads(told.code)] == ["Local"]
 
 
 def test_rule_that_servers_cannot_be_started_with_is_refused() -> None:
     rules: Any = [3]
     with pytest.raises(TypeError, match="rules="):
-        for_servers(Sync(), 2, rules=rules, policies=())
+        for_servers(Sync(), 2, rules=rules)
 
 
 def test_policy_is_asked_about_the_number_of_workers_if_that_is_known() -> None:
     for workers in (0, 3):
-        for_servers(Own(), workers, rules=(), policies=())
+        for_servers(Own(), workers, rules=())
     with pytest.raises(ValueError, match="too many"):
-        for_servers(Own(), 4, rules=(), policies=())
+        for_servers(Own(), 4, rules=())
 
 
 def test_policy_that_cannot_be_pickled_is_named() -> None:
@@ -198,7 +198,7 @@ def test_policy_that_cannot_be_pickled_is_named() -> None:
             guard.locked()
 
     with pytest.raises(TypeError, match=r"Guarded cannot be sent to the servers"):
-        for_servers(Guarded(), 2, rules=(), policies=())
+        for_servers(Guarded(), 2, rules=())
 
 
 def uses_torch() -> object:

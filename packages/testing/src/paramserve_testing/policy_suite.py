@@ -31,7 +31,7 @@ from paramserve.consistency.base import (
     Wait,
 )
 from paramserve.consistency.built_in import Buffered
-from paramserve.consistency.registry import build, check_registered, spec
+from paramserve.consistency.registry import build, registered, spec
 from paramserve_testing.drill import (
     Drill,
     PlainGroupView,
@@ -61,7 +61,7 @@ class PolicySuite:
 
     Attributes:
         policy: to be tested.
-        registered: functions in its fields that are not found there (as in `policies=[...]`).
+        registered: functions in its fields that are not found there (as in `rules=[...]`).
         flushes_early: it may update with a part of its buffer while there are workers.
         workers: of the drills and simulated clusters, at most.
         schedules: drills, for each number of workers.
@@ -261,7 +261,7 @@ class PolicySuite:
         return found
 
     def _known(self) -> Mapping[str, Any]:
-        return check_registered(self.registered, self.policy)
+        return registered(self.registered, self.policy).all
 
 
 def counted(policy: Policy) -> Policy:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.consistency.registry import check_registered
+from paramserve.consistency.registry import registered
 from paramserve_testing.counting import counting
 from paramserve_testing.nemesis import ScriptedFault, _SetPolicy
 from paramserve_testing.network import Faults
@@ -77,7 +77,7 @@ class Scenario:
         """Classes and functions of all policies that are not built in, as a run registers them."""
         found: dict[str, Any] = {}
         for policy in self.policies:
-            found |= check_registered((), policy)
+            found |= registered((), policy).all
         return found
 
     @property

@@ -1,0 +1,61 @@
+"""Options by their names: one that is misspelt, or has moved elsewhere, is told what to write."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import ParamSpec, TypeVar
+
+from paramserve.errors import did_you_mean
+from paramserve.launch.abbreviation import abbreviated
+
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "policies": "rules=[MyPolicy]",
+        "codecs": "rules=[MyCodec]",
+    }
+)
+"""By its name of before: how an option is written now."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_name(begin: Callable[P, R]) -> Callable[P, R]:
+    """Have an unknown option of `run`, `start`, `Cluster` and `serve` say what to write, and
+    `ps.run(train, 3)` and `ps.run(train, epochs=3)` how `train` is given its arguments."""
+    known = [*inspect.signature(begin).parameters]
+    called = f"ps.{begin.__qualname__.removesuffix('.__init__')}"
+
+    @functools.wraps(begin)
+    def named(*given: P.args, **options: P.kwargs) -> R:
+        if known[0] == "train" and len(given) > 1:
+            others = "".join(f"{abbreviated(each)}, " for each in given[1:])
+            raise TypeError(
+                f"{called} takes the training function and options by their names, and "
+                f"got {len(given)} arguments without one: for arguments of the training function "
+                f"write args=({others.rstrip() if len(given) == 2 else others.rstrip(', ')})"
+            )
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"{called} got an unexpected keyword argument {name!r}{_instead(name, known)}"
+                )
+        return begin(*given, **options)
+
+    return named
+
+
+def _instead(name: str, known: Sequence[str]) -> str:
+    """What to write in place of an option that there is not."""
+    trains = known[0] == "train"
+    if name == "show" and trains:  # of `run`
+        return ": paramserve.observe.watch(job) shows how far a job is"
+    moved = MOVED.get(name, "")
+    if moved.partition("=")[0] in known:
+        return f": write {moved}"
+    if (meant := did_you_mean(name, known)) or not trains:
+        return meant
+    return f": for an argument of the training function write kwargs={{{name!r}: ...}}"
