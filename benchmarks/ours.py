@@ -211,8 +211,7 @@ def mnist(load: Mnist, scratch: Path, engine: Any = None) -> dict[str, float]:
             args=(load, folder, overlap),
             workers=load.workers,
             consistency=consistency,
-            engine=engine,
-            threads_per_worker=1,
+            engine=engine if engine is not None else ps.Local(threads_per_worker=1),
         )
         spans = list(result.returns.values())
         figures[f"{name}_per_s"] = per_second(spans, load.workers * load.steps)
@@ -299,7 +298,7 @@ def train_once(workers: int, images: int) -> None:
         args=(images,),
         workers=workers,
         consistency=ps.Async(),
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
     )
     print(max(result.returns.values()))
 

@@ -10,7 +10,7 @@ from benchmarks import ours
 from benchmarks.rival_ray import session
 from benchmarks.workloads import Mnist, Start, fresh, timed
 
-ENGINE = ps.OnRay(server=ps.Needs(num_cpus=0), worker=ps.Needs(num_cpus=0))
+ENGINE = ps.OnRay(server=ps.Needs(num_cpus=0), worker=ps.Needs(num_cpus=0), threads_per_worker=1)
 """As the plain Ray actors: a small machine has room for all of them."""
 
 

@@ -49,7 +49,7 @@ def tables(load: Films, scratch: Path) -> dict[str, float]:
         servers=load.servers,
         consistency=ps.Async(),
         seed=options.seed,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
     )
     outcomes = [movielens.Outcome(*each) for each in result.returns.values()]
     return {"per_s": movielens.speed(outcomes)}

@@ -75,7 +75,11 @@ def sizes(load: SizesLoad, scratch: Path) -> dict[str, float]:
 
 def _run(work: Callable[..., dict[str, float]], load: TableLoad) -> dict[str, float]:
     result = ps.run(
-        work, args=(load,), servers=load.servers, consistency=ps.Async(), threads_per_worker=1
+        work,
+        args=(load,),
+        servers=load.servers,
+        consistency=ps.Async(),
+        engine=ps.Local(threads_per_worker=1),
     )
     figures: dict[str, float] = result.returns[0]
     return figures

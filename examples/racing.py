@@ -227,7 +227,7 @@ def race(entrant: Entrant, course: Course, *, seed: int) -> report.Race:
             servers=course.servers,
             consistency=entrant.policy(lr, course.workers),
             seed=seed,
-            threads_per_worker=1,
+            engine=ps.Local(threads_per_worker=1),
             deadlines=ps.Deadlines(heartbeat_s=0.25),
         )
         kept: list[ps.Snapshot] = []

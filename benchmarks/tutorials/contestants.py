@@ -58,7 +58,7 @@ class Load:
 
 def local(load: Load, scratch: Path) -> dict[str, float]:
     """Ours, on the Local engine."""
-    return _ours(load, scratch, ps.Local())
+    return _ours(load, scratch, ps.Local(threads_per_worker=1))
 
 
 def on_ray(load: Load, scratch: Path) -> dict[str, float]:
@@ -66,7 +66,7 @@ def on_ray(load: Load, scratch: Path) -> dict[str, float]:
     from benchmarks.tutorials.quiet import ray_session
 
     with ray_session():
-        return _ours(load, scratch, ps.OnRay(server=ps.Needs(num_cpus=0)))
+        return _ours(load, scratch, ps.OnRay(server=ps.Needs(num_cpus=0), threads_per_worker=1))
 
 
 def plain_ray(load: Load, scratch: Path) -> dict[str, float]:
@@ -152,7 +152,6 @@ def _run(engine: Any, policy: Any, servers: int, train: Any, *args: Any) -> ps.R
         servers=servers,
         engine=engine,
         consistency=policy,
-        threads_per_worker=1,
     )
 
 

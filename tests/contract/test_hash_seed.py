@@ -18,11 +18,10 @@ def hashes(worker: ps.Worker) -> tuple[int, list[str]]:
 
 def test_workers_hash_alike_in_each_run_with_that_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "random")  # means none, as Python has it
-    found = [
-        # With other threads than the servers', workers are forked from a process of their own.
-        *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=1).returns.values(),
-        *ps.run(hashes, workers=2, seed=2**40 + 5, threads_per_worker=2).returns.values(),
-    ]
+    found: list[object] = []
+    for threads in (1, 2):  # with other ones than the servers', another process forks them
+        engine = ps.Local(threads_per_worker=threads)
+        found += ps.run(hashes, workers=2, seed=2**40 + 5, engine=engine).returns.values()
     assert found == found[:1] * 4
     assert os.environ["PYTHONHASHSEED"] == "random"
 

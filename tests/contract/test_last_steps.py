@@ -95,7 +95,7 @@ def train(worker: ps.Worker) -> None:
 
 
 def test_result_has_the_steps_of_each_worker() -> None:
-    result = ps.run(train, workers=2, consistency=ps.Async(), threads_per_worker=1)
+    result = ps.run(train, workers=2, consistency=ps.Async(), engine=ps.Local(threads_per_worker=1))
     steps = result.steps["model"]
     assert sorted(steps) == [0, 1]
     for rank, records in steps.items():

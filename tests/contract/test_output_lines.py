@@ -43,3 +43,10 @@ def test_lines_of_workers_are_whole_and_say_whose_they_are(
     assert sorted(out.splitlines()) == sorted(expected)
     told = ["[rank 0] past Python", "[rank 0] to stderr", "[rank 1] past Python"]
     assert sorted(error.splitlines()) == told
+
+
+def test_lines_are_as_they_were_printed_where_the_engine_shows_no_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ps.run(lambda worker: worker.print0("epoch 3"), engine=ps.Local(show_rank=False))
+    assert capfd.readouterr().out == "epoch 3\n"

@@ -76,8 +76,9 @@ def files_of(pid: int) -> list[str]:
 @pytest.mark.slow
 def test_forks_of_a_run_share_nothing_and_draw_by_rank_and_seed() -> None:
     pytest.importorskip("torch")  # the driver has it: workers are forked from a process that has it
+    engine = ps.Local(threads_per_worker=THREADS)
     options: dict[str, Any] = {"workers": 2, "consistency": ps.Async(), "seed": 7}
-    runs = (ps.run(look, threads_per_worker=THREADS, **options).returns for _ in range(3))
+    runs = (ps.run(look, engine=engine, **options).returns for _ in range(3))
     _, once, again = runs  # the first may compile kernels
     for rank in range(2):
         assert once[rank].drawn == again[rank].drawn

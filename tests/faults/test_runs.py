@@ -63,7 +63,7 @@ def test_worker_that_returns_early_lets_the_rest_go_on() -> None:
 
 
 def test_worker_surroundings_have_thread_settings_and_no_torch() -> None:
-    result = ps.run(victims.surroundings, threads_per_worker=3)
+    result = ps.run(victims.surroundings, engine=ps.Local(threads_per_worker=3))
     seed, environment, argv, modules = result.returns[0]
     assert seed == result.seed, "which the run chose"
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

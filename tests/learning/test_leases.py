@@ -28,7 +28,7 @@ def counted(consistency: Any = SUM, *, workers: int = 2, **options: Any) -> tupl
         servers=2,
         consistency=consistency,
         seed=3,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         on_worker_death=death,
         timeout_s=150,
     )
@@ -56,7 +56,7 @@ def test_sync_every_sample_counts_once_an_epoch_across_resumes(tmp_path: Path) -
     options: dict[str, Any] = {
         "kwargs": {"epochs": epochs, "seconds": (0.01,) * 3, "batch_size": 3},
         "consistency": SUM,
-        "threads_per_worker": 1,
+        "engine": ps.Local(threads_per_worker=1),
     }
     checkpoint = ps.Checkpoint(folder, every_s=0.1, keep=100)
     with ps.start(count, workers=3, servers=2, checkpoint=checkpoint, **options) as job:
@@ -103,7 +103,7 @@ def alive() -> ps.Result:
         servers=2,
         consistency=SUM,
         seed=3,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=150,
     )
 

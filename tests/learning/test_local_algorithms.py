@@ -85,7 +85,7 @@ def test_local_steps_equal_a_sequential_program() -> None:
         servers=2,
         consistency=LocalSteps(every=EVERY),
         seed=SEED,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     (first, steps), (second, other_steps) = result.returns[0], result.returns[1]
@@ -115,7 +115,7 @@ def test_elastic_average_center_learns() -> None:
         servers=2,
         consistency=ElasticAverage(rho=0.9 / WORKERS / LR, every=EVERY),
         seed=SEED,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     center = training.ConvNet(1)

@@ -21,7 +21,7 @@ def test_run_with_overlap_learns(consistency: object) -> None:
         servers=2,
         consistency=consistency,
         seed=3,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     model = training.ConvNet(7)
@@ -37,7 +37,7 @@ def test_run_with_buffers_tied_and_added_parameters_and_scaler() -> None:
         servers=2,
         consistency=ps.Sync(),
         seed=3,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     (first, steps), (second, other_steps) = result.returns[0], result.returns[1]

@@ -31,7 +31,7 @@ def run_with(servers: int) -> ps.Result:
         servers=servers,
         consistency=ps.Sync(reduce="mean"),
         seed=1,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
 
@@ -117,7 +117,7 @@ def test_sync_same_run_again_is_bitwise_equal() -> None:
             servers=2,
             consistency=ps.Sync(reduce="mean"),
             seed=11,
-            threads_per_worker=1,
+            engine=ps.Local(threads_per_worker=1),
             timeout_s=100,
         )
         for _ in range(2)

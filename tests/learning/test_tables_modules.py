@@ -166,7 +166,7 @@ def test_run_with_tables_equals_torch_on_the_joined_batch(dense: str) -> None:
         workers=WORKERS,
         servers=2,
         seed=SEED,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     expected = serial()
@@ -221,7 +221,7 @@ def test_run_of_tables_alone_learns() -> None:
         servers=2,
         consistency=ps.Sync(),
         seed=SEED,
-        threads_per_worker=1,
+        engine=ps.Local(threads_per_worker=1),
         timeout_s=100,
     )
     for before, after, _, clock in result.returns.values():
@@ -261,7 +261,7 @@ def test_run_with_a_table_repeats_bit_by_bit_without_a_policy_being_named() -> N
             workers=WORKERS,
             servers=2,
             seed=SEED,
-            threads_per_worker=1,
+            engine=ps.Local(threads_per_worker=1),
             timeout_s=100,
             on_worker_death=ps.Restart(),
         )

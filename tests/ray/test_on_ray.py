@@ -167,8 +167,9 @@ def test_async_run_on_several_nodes_learns() -> None:
 
 @pytest.mark.slow
 def test_workers_get_the_threads_and_the_nodes_that_were_asked_for() -> None:
-    engine = ps.OnRay(worker=ps.Needs(resources={"gadget": 1}, label_selector={"zone": "b"}))
-    result = ps.run(victims.where, workers=2, engine=engine, threads_per_worker=3)
+    needs = ps.Needs(resources={"gadget": 1}, label_selector={"zone": "b"})
+    engine = ps.OnRay(worker=needs, threads_per_worker=3)
+    result = ps.run(victims.where, workers=2, engine=engine)
     nodes = {labels["ray.io/node-id"] for labels in zone("b")}
     assert {node for node, _ in result.returns.values()} == nodes
     assert {threads for _, threads in result.returns.values()} == {"3"}

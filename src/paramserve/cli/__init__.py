@@ -112,6 +112,7 @@ def run(
     on_worker_death: str,
     rules: tuple[str, ...],
     engine: str,
+    threads_per_worker: int | None,
     out: str | None,
     resume: bool,
     resume_from: str | None,
@@ -140,7 +141,7 @@ def run(
             consistency=policy,
             on_worker_death=_on_worker_death(on_worker_death),
             rules=own,
-            engine=_engine(engine),
+            engine=_engine(engine, threads_per_worker),
             show=show,
             resume=resume_from if resume_from is not None else resume,
             **options,
@@ -211,12 +212,14 @@ def _on_worker_death(name: str) -> Any:
     return name
 
 
-def _engine(name: str) -> Any:
+def _engine(name: str, threads_per_worker: int | None) -> Any:
     if name == "ray":
         from paramserve.engine.on_ray import OnRay
 
-        return OnRay()
-    return None
+        return OnRay(threads_per_worker=threads_per_worker)
+    from paramserve.engine.local import Local
+
+    return Local(threads_per_worker=threads_per_worker)
 
 
 def load_function(target: str, argv: Sequence[str]) -> tuple[str, Callable[..., Any]]:

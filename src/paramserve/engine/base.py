@@ -176,6 +176,11 @@ class Engine(Protocol):
 
     reads_refs: ClassVar[bool]
 
+    @property
+    def threads_per_worker(self) -> int | None:
+        """Of numpy, torch and numba in each worker of a run; None: what fits their number."""
+        ...
+
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:
         """A new, empty fleet. The caller closes it.
 

@@ -18,12 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import BinaryIO, ClassVar
 
 import msgspec
 
-from paramserve.config import TLS
+from paramserve.config import TLS, check_count
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
@@ -68,15 +68,30 @@ class Local:
 
     Args:
         python: the interpreter; this process's own if None.
+        threads_per_worker: of numpy, torch and numba in a run; max(1, cores // workers) if None.
+        show_rank: whether each line that a process prints begins with which one it is, as in
+            "[rank 0] "; lines are whole in any case.
+    Raises:
+        TypeError, ValueError: a setting that means nothing.
     """
 
     reads_refs: ClassVar[bool] = False
     python: str | None = None
+    _: KW_ONLY
+    threads_per_worker: int | None = None
+    show_rank: bool = True
+
+    def __post_init__(self) -> None:
+        if self.threads_per_worker is not None:
+            check_count("threads_per_worker", self.threads_per_worker)
+        if not isinstance(self.show_rank, bool):
+            raise TypeError(f"show_rank must be True or False, not {self.show_rank!r}")
 
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> LocalFleet:
         """A new, empty fleet. The caller closes it; every machine has room for all roles."""
         python = self.python if self.python is not None else sys.executable
-        return LocalFleet(python, environment, forks=len(roles) >= PREPARED_FROM)
+        forks = len(roles) >= PREPARED_FROM
+        return LocalFleet(python, environment, forks=forks, show_rank=self.show_rank)
 
     def publish(self, name: str, data: bytes) -> Callable[[], None]:
         """Publish for other processes of this user on this machine; see `base.Engine`."""
@@ -202,15 +217,24 @@ class LocalFleet:
     Args:
         environment: of every process, under that of its role.
         forks: whether to start processes as forks of prepared ones, where that can be done.
+        show_rank: as of `Local`.
     """
 
     shares_host = True
     tls: TLS | None = None
 
-    def __init__(self, python: str, environment: Mapping[str, str], *, forks: bool = False) -> None:
+    def __init__(
+        self,
+        python: str,
+        environment: Mapping[str, str],
+        *,
+        forks: bool = False,
+        show_rank: bool = True,
+    ) -> None:
         self._python = python
         self._environment = environment
         self._forks = forks and hasattr(os, "pidfd_open")
+        self._show_rank = show_rank
         self._prepared: list[PreparedProcess] = []
         self._one_ended = False
         """From then on no prepared process is made: a process that is started again would wait."""
@@ -296,7 +320,7 @@ class LocalFleet:
         os.set_blocking(reports_fd, False)
         child_streams: list[int] = []
         try:
-            child_streams = self._output.attach(role.label)
+            child_streams = self._output.attach(role.label if self._show_rank else "")
             with _parcel(role) as source:
                 fds = (source.fileno(), child_reports_fd, *child_streams)
                 popen = self._fork(role, fds) or self._start(role, fds)

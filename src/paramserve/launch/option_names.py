@@ -15,6 +15,8 @@ MOVED: Mapping[str, str] = MappingProxyType(
     {
         "policies": "rules=[MyPolicy]",
         "codecs": "rules=[MyCodec]",
+        "threads_per_worker": "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
+        "show_rank": "engine=ps.Local(show_rank=...)",
     }
 )
 """By its name of before: how an option is written now."""

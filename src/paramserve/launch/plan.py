@@ -50,7 +50,6 @@ class Plan:
         worker_imports: as `Role.imports`, of workers.
         threads_per_worker: for numpy, torch and numba in workers. Servers have one.
         timeout_s: of the whole run; None: no limit.
-        show_rank: whether each line that a process prints begins with which one it is.
         cluster: what tells it from every other one.
         environment: that workers' interpreters start with.
         checkpoints: where they are written, and which one it goes on from.
@@ -67,7 +66,6 @@ class Plan:
     on_worker_death: OnWorkerDeath = "stop"
     threads_per_worker: int = 1
     timeout_s: float | None = None
-    show_rank: bool = True
     cluster: bytes = field(default_factory=lambda: secrets.token_bytes(CLUSTER_BYTES))
     limits: Limits = field(default_factory=Limits)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -113,7 +111,7 @@ class Plan:
             environment=dict.fromkeys(THREADS, str(threads)) | _for_kernels(directory),
             directory=directory,
             imports=self.worker_imports if key.kind == "worker" else (),
-            label=_label(key) if self.show_rank else "",
+            label=_label(key),
         )
 
     def _payload(self, key: Key, directory: str, addresses: tuple[str, ...]) -> bytes:

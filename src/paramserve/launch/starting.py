@@ -77,7 +77,6 @@ class _Arguments:
     consistency: Policy | None
     worker_weight: Sequence[float] | None
     seed: int | None
-    threads_per_worker: int | None
     on_worker_death: OnWorkerDeath
     timeout_s: float | None
     rules: Sequence[Callable[..., Any]]
@@ -89,7 +88,6 @@ class _Arguments:
     checkpoint: Checkpoint | Path | None
     resume: bool | Path
     on_server_death: OnServerDeath | None
-    show_rank: bool
     report_to: Sequence[Any]
 
 
@@ -105,7 +103,6 @@ def start(
     consistency: Policy | None = None,
     worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
-    threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
@@ -117,7 +114,6 @@ def start(
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
     on_server_death: OnServerDeath | None = None,
-    show_rank: bool = True,
     report_to: Sequence[Any] = (),
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
@@ -145,7 +141,6 @@ def run(
     consistency: Policy | None = None,
     worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
-    threads_per_worker: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
@@ -157,7 +152,6 @@ def run(
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
     on_server_death: OnServerDeath | None = None,
-    show_rank: bool = True,
     report_to: Sequence[Any] = (),
     show: Show | None = None,
 ) -> Result:
@@ -177,14 +171,14 @@ def run(
         args, kwargs: for `train`; of a `ray.ObjectRef` among them its value arrives. One inside a
             list, a dict or a closure stays a ref, for workers of `ps.OnRay()` only.
         workers, servers: how many processes of each.
-        engine: what starts the processes; `ps.Local()` if None.
+        engine: what starts the processes, and the workers' number of threads; `ps.Local()` if
+            None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
             not be registered.
         worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
             None, and for workers that join later. `Sync` divides the weighted sum by the weights.
         seed: of random, numpy, torch, the loader's order and Python's `hash` in workers; None: a
             random one, in the result.
-        threads_per_worker: of numpy, torch and numba; max(1, cores // workers) if None.
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
             others go on without it; `ps.Restart(times)`: it is started again.
         timeout_s: the whole run's; None: no limit.
@@ -214,8 +208,6 @@ def run(
         on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
             newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
             with the error; None: "resume" where there is `checkpoint=`.
-        show_rank: whether each line that a worker prints begins with its rank, as in "[rank 0] ";
-            lines are whole in any case. On Ray, Ray puts its own mark there.
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
             `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, `ps.RayMetrics()`, or your own,
@@ -288,8 +280,6 @@ def _job(given: _Arguments) -> Job:
     args, kwargs = check_arguments(given.args, given.kwargs)
     check_count("workers", workers)
     check_count("servers", given.servers)
-    if given.threads_per_worker is not None:
-        check_count("threads_per_worker", given.threads_per_worker)
     check_options(given.on_worker_death, given.timeout_s, given.seed)
     told = for_servers(
         given.consistency if given.consistency is not None else Sync(reduce="mean"),
@@ -310,7 +300,7 @@ def _job(given: _Arguments) -> Job:
     recovery = recovery_of(name, given.checkpoint, given.resume, given.on_server_death)
     seed = recovery.seed(given.seed) if recovery is not None else given.seed
     seed = seed if seed is not None else secrets.randbits(SEED_BITS)
-    threads = given.threads_per_worker
+    threads = engine.threads_per_worker
     plan = Plan(
         servers=given.servers,
         workers=workers,
@@ -333,7 +323,6 @@ def _job(given: _Arguments) -> Job:
         on_worker_death=given.on_worker_death,
         threads_per_worker=threads if threads is not None else max(1, cores() // workers),
         timeout_s=given.timeout_s,
-        show_rank=given.show_rank,
         limits=limits,
         deadlines=deadlines,
         environment={"PYTHONHASHSEED": _hash_seed(seed)},

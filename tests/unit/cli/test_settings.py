@@ -74,6 +74,29 @@ def test_run_takes_them_too(served: list[dict[str, Any]], write: Write, tmp_path
     assert options["limits"] == ps.Limits(clients_max=7)
 
 
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ((), ps.Local(threads_per_worker=2)),
+        (("--threads-per-worker", "3"), ps.Local(threads_per_worker=3)),
+        (("--engine", "ray"), ps.OnRay(threads_per_worker=2)),
+    ],
+)
+def test_threads_of_run_are_those_of_its_engine(
+    served: list[dict[str, Any]],
+    write: Write,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    engine: object,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def train(worker):\n    pass\n")
+    path = write("[run]\nthreads-per-worker = 2\n")
+    done = call("run", f"{script}:train", "--config", path, *options)
+    assert done.exit_code == 0, done.output
+    assert [each["engine"] for each in served] == [engine]
+
+
 def test_command_line_beats_the_file_which_beats_the_default(
     served: list[dict[str, Any]], write: Write
 ) -> None:

@@ -43,6 +43,8 @@ def test_engine_with_an_old_ray_says_which_it_needs(monkeypatch: pytest.MonkeyPa
         ({"server": {"num_cpus": 1}}, TypeError, r"server must be ps\.Needs"),
         ({"place_s": 0}, ValueError, "place_s must be above 0"),
         ({"place_s": "1"}, TypeError, "place_s must be a number"),
+        ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1, not 0"),
+        ({"threads_per_worker": 2.0}, TypeError, "threads_per_worker must be an int, not 2.0"),
         ({"address": "somewhere"}, ValueError, "must be 'auto' or 'host:port'"),
         ({"address": 6379}, TypeError, "address must be a str or None"),
         ({"address": "ray://head:10001"}, ValueError, "ray job submit"),

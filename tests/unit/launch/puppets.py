@@ -59,6 +59,7 @@ class Puppets:
 
     tls = None
     reads_refs = False
+    threads_per_worker: int | None = None
 
     def __init__(
         self, fails_at: str = "", close_fails: bool = False, shares_host: bool = True

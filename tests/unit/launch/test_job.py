@@ -28,6 +28,7 @@ from paramserve.errors import ParamServeError, UnknownName, WorkerFailed
 from paramserve.launch.entries import COORDINATOR, Entry, Key
 from paramserve.launch.plan import Plan
 from paramserve.launch.running import Job
+from paramserve.machine import cores
 from paramserve.messages import GroupReport, LeaseReport, ServerBeat, Status, TableReport
 from paramserve.worker import ExtraState, Resumed, WorkerConfig
 
@@ -36,6 +37,7 @@ class NeverOpens:
     """An engine that must not be used."""
 
     reads_refs = False
+    threads_per_worker: int | None = None
 
     def open(self) -> Fleet:
         raise AssertionError("something was started")
@@ -44,7 +46,7 @@ class NeverOpens:
 def train(worker: ps.Worker, *args: object, **kwargs: object) -> None: ...
 
 
-@pytest.mark.parametrize("option", ["workers", "servers", "threads_per_worker"])
+@pytest.mark.parametrize("option", ["workers", "servers"])
 def test_start_counts_must_be_positive_ints(option: str) -> None:
     wrong: list[Any] = [0, -1, 2.0, True]
     for value in wrong:
@@ -148,25 +150,35 @@ def serve(**options: Any) -> None:
     ps.serve("127.0.0.1:0", token_file="missing", **options)
 
 
+BEGINS: dict[str, Callable[..., object]] = {
+    "run": partial(ps.run, train),
+    "start": partial(ps.start, train),
+    "Cluster": ps.Cluster,
+    "serve": serve,
+}
+
+
 @pytest.mark.parametrize(
-    ("begin", "name", "text"),
+    ("name", "written", "called"),
     [
-        (begin, name, rf"^ps\.{called} got an unexpected .* {name!r}: write {written}$")
-        for called, begin in (
-            ("run", partial(ps.run, train)),
-            ("start", partial(ps.start, train)),
-            ("Cluster", ps.Cluster),
-            ("serve", serve),
+        (name, written, called)
+        for name, written, all_called in (
+            ("policies", "rules=[MyPolicy]", "run start Cluster serve"),
+            ("codecs", "rules=[MyCodec]", "run start Cluster serve"),
+            ("show_rank", "engine=ps.Local(show_rank=...)", "run start Cluster"),
+            (
+                "threads_per_worker",
+                "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
+                "run start Cluster",
+            ),
         )
-        for name, written in (
-            ("policies", r"rules=\[MyPolicy\]"),
-            ("codecs", r"rules=\[MyCodec\]"),
-        )
+        for called in all_called.split()
     ],
 )
-def test_option_that_has_moved_is_told_its_new_place(begin: Any, name: str, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        begin(**{name: 3})
+def test_option_that_has_moved_is_told_its_new_place(name: str, written: str, called: str) -> None:
+    told = f"ps.{called} got an unexpected keyword argument {name!r}: write {written}"
+    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+        BEGINS[called](**{name: 3})
 
 
 def test_unknown_option_of_a_cluster_is_told_what_to_write() -> None:
@@ -236,6 +248,7 @@ class KeepsRoles:
         self.roles: list[Role] = []
 
     reads_refs = False
+    threads_per_worker: int | None = None
     shares_host = True
     tls = None
 
@@ -270,15 +283,22 @@ def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], 
         assert (config.deadlines, config.limits) == (deadlines, limits)
 
 
-@pytest.mark.parametrize(
-    ("show_rank", "labels"),
-    [(True, ["[coordinator] ", "[server 0] ", "[rank 0] ", "[rank 1] "]), (False, [""] * 4)],
-)
-def test_lines_of_each_process_are_labelled(show_rank: bool, labels: list[str]) -> None:
+def test_lines_of_each_process_are_labelled() -> None:
     engine = KeepsRoles(4)
     with pytest.raises(Full):
-        ps.start(train, workers=2, engine=engine, show_rank=show_rank)
-    assert [role.label for role in engine.roles] == labels
+        ps.start(train, workers=2, engine=engine)
+    labels = [role.label for role in engine.roles]
+    assert labels == ["[coordinator] ", "[server 0] ", "[rank 0] ", "[rank 1] "]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, max(1, cores() // 2))])
+def test_threads_of_the_engine_are_those_of_its_workers(threads: int | None, expected: int) -> None:
+    engine = KeepsRoles(4)
+    engine.threads_per_worker = threads
+    with pytest.raises(Full):
+        ps.start(train, workers=2, engine=engine)
+    found = [role.environment["OMP_NUM_THREADS"] for role in engine.roles]
+    assert found == ["1", "1", str(expected), str(expected)]
 
 
 def interrupted(*_: object) -> NoReturn:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paramserve.consistency.base import Policy
+from paramserve.engine.local import Local
 from paramserve.launch import run
 from paramserve.machine import cores
 from paramserve.rules.sgd import SGD
@@ -50,7 +51,7 @@ def measure(
         workers=workers,
         servers=servers,
         consistency=policy,
-        threads_per_worker=1,
+        engine=Local(threads_per_worker=1),
     )
     by_worker = [result.returns[rank] for rank in sorted(result.returns)]
     return [statistics.fmean(each) for each in zip(*by_worker, strict=True)]

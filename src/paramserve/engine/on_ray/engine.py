@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, get_args
 
-from paramserve.config import TLS, check_number, check_tls
+from paramserve.config import TLS, check_count, check_number, check_tls
 from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
 from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
@@ -41,6 +41,8 @@ class OnRay:
         coordinator: what it needs. It is with server 0 unless it asks for more than cores.
         server: what each server needs.
         worker: what each worker needs.
+        threads_per_worker: of numpy, torch and numba; max(1, cores of this machine // workers) if
+            None.
         namespace: of Ray, for the names of clusters.
         place_s: how long the cluster may take to make room, also for a restart after a lost node.
         tls: certificates for the connections between processes, in files that every node has at
@@ -60,6 +62,7 @@ class OnRay:
     coordinator: Needs = NOTHING
     server: Needs = field(default_factory=Needs)
     worker: Needs = field(default_factory=Needs)
+    threads_per_worker: int | None = None
     namespace: str = "paramserve"
     place_s: float = 30.0
     tls: TLS | None = None
@@ -75,6 +78,8 @@ class OnRay:
         for kind, needs in self._needs.items():
             if not isinstance(needs, Needs):
                 raise TypeError(f"{kind} must be ps.Needs(...), not {needs!r}")
+        if self.threads_per_worker is not None:
+            check_count("threads_per_worker", self.threads_per_worker)
         check_number("place_s", self.place_s, above=0)
         check_tls(self.tls)
         if self.address is not None:
