@@ -65,6 +65,9 @@ class Checkpoint:
         keep: how many of the newest stay.
         strict: whether the run ends where a checkpoint cannot be written, as on a full disk. If
             not, it trains on: the live view and the result tell of it, and the next one is tried.
+        on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
+            newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
+            with the error.
     Raises:
         ValueError, TypeError: an argument is of another kind, or too small.
     """
@@ -74,6 +77,7 @@ class Checkpoint:
     every_steps: int | None = None
     keep: int = 3
     strict: bool = False
+    on_server_death: OnServerDeath = "resume"
 
     def __post_init__(self) -> None:
         whole_path("path of Checkpoint", self.path)
@@ -84,6 +88,11 @@ class Checkpoint:
         check_count("keep of Checkpoint", self.keep)
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict of Checkpoint must be True or False, not {self.strict!r}")
+        if self.on_server_death not in ("resume", "stop"):
+            raise ValueError(
+                'on_server_death of Checkpoint must be "resume" or "stop", not '
+                f"{self.on_server_death!r}"
+            )
 
 
 class Chosen(NamedTuple):
@@ -106,7 +115,6 @@ class Recovery:
         source: a folder with the checkpoint that it begins with, and the name of that one; no name:
             the newest that is not damaged; None: it begins anew.
         required: whether there must be one in `source`.
-        resumes: whether it goes on from one when a server or the coordinator has ended.
 
     Attributes:
         chosen: the checkpoint to go on from now; None: from the beginning.
@@ -119,14 +127,12 @@ class Recovery:
         source: tuple[str, str | None] | None = None,
         *,
         required: bool = False,
-        resumes: bool = True,
     ) -> None:
         self.run = run
         self.settings = settings
         self.folder = whole_path("path", settings.path) if settings is not None else ""
         """Where it writes, whatever the process's working directory is later; empty: it writes
         none."""
-        self.resumes = resumes
         self.chosen: Chosen | None = None
         self._source = source
         self._required = required
@@ -138,6 +144,11 @@ class Recovery:
         """How often in a row the same one was chosen after a death."""
         if source is not None:
             self.chosen = self._first(*source)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from one when a server or the coordinator has ended."""
+        return self.settings is not None and self.settings.on_server_death == "resume"
 
     @property
     def strict(self) -> bool:
@@ -343,10 +354,7 @@ def _unreadable(folder: str, refused: Sequence[CheckpointError]) -> CheckpointEr
 
 
 def recovery_of(
-    run: str,
-    checkpoint: Checkpoint | Path | None,
-    resume: bool | Path,
-    on_server_death: OnServerDeath | None,
+    run: str, checkpoint: Checkpoint | Path | None, resume: bool | Path
 ) -> Recovery | None:
     """What `run` and `start` are given about checkpoints; None: nothing.
 
@@ -360,13 +368,6 @@ def recovery_of(
     """
     given = checkpoint
     settings = given if given is None or isinstance(given, Checkpoint) else Checkpoint(given)
-    if on_server_death not in (None, "resume", "stop"):
-        raise ValueError(f'on_server_death must be "resume" or "stop", not {on_server_death!r}')
-    if on_server_death == "resume" and settings is None:
-        raise ValueError(
-            'on_server_death="resume" goes on from a checkpoint, and the run writes none: give '
-            "checkpoint=, such as a path"
-        )
     if resume is True and settings is None:
         raise ValueError(
             "resume=True goes on from the newest checkpoint of checkpoint=, which is missing: give "
@@ -380,9 +381,8 @@ def recovery_of(
     if settings is None and source is None:
         return None
     name = f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    resumes = settings is not None and on_server_death != "stop"
     required = not isinstance(resume, bool)
-    recovery = Recovery(name, settings, source, required=required, resumes=resumes)
+    recovery = Recovery(name, settings, source, required=required)
     if settings is not None:
         _claim(recovery.folder, name, source)
     return recovery

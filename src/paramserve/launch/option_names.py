@@ -16,6 +16,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "policies": "rules=[MyPolicy]",
         "codecs": "rules=[MyCodec]",
         "threads_per_worker": "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
+        "on_server_death": "checkpoint=ps.Checkpoint(path, on_server_death=...)",
         "show_rank": "engine=ps.Local(show_rank=...)",
     }
 )

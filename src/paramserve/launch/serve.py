@@ -657,7 +657,7 @@ def serve(
         raise ValueError(
             "report_to= is told to the first server: leave it out where join= is given"
         )
-    recovery = recovery_of("serve", checkpoint, checkpoint is not None, None)
+    recovery = recovery_of("serve", checkpoint, checkpoint is not None)
     settings = Settings(
         bind=bind,
         advertise=advertise,

@@ -36,7 +36,7 @@ from paramserve.launch.arguments import (
     check_options,
     check_weights,
 )
-from paramserve.launch.checkpoints import Checkpoint, OnServerDeath, Path, recovery_of
+from paramserve.launch.checkpoints import Checkpoint, Path, recovery_of
 from paramserve.launch.lines import say
 from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import for_servers, imports, pack
@@ -87,7 +87,6 @@ class _Arguments:
     load_state: GivenState | None
     checkpoint: Checkpoint | Path | None
     resume: bool | Path
-    on_server_death: OnServerDeath | None
     report_to: Sequence[Any]
 
 
@@ -113,7 +112,6 @@ def start(
     load_state: GivenState | None = None,
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
-    on_server_death: OnServerDeath | None = None,
     report_to: Sequence[Any] = (),
 ) -> Job:
     """Start a training function on workers, with its parameters on servers; does not wait.
@@ -151,7 +149,6 @@ def run(
     load_state: GivenState | None = None,
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
-    on_server_death: OnServerDeath | None = None,
     report_to: Sequence[Any] = (),
     show: Show | None = None,
 ) -> Result:
@@ -200,14 +197,11 @@ def run(
         checkpoint: where and how often the run writes checkpoints, `ps.Checkpoint(...)` or the path
             of a folder, or its URL, as "s3://bucket/a"; None: it writes none. The folder is this
             run's alone. The last one is of the end of the run, where that is in order, or of
-            `Job.stop`.
+            `Job.stop`. When a server ends, the run goes on from the newest; see `ps.Checkpoint`.
         resume: True: go on from the newest checkpoint in that folder, if there is one. A path: go
             on from the checkpoint of this path, or from the newest in this folder; there has to be
             one. Those that are damaged are left out. The values, and each rank's place, are the
             checkpoint's; so is the seed.
-        on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
-            newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
-            with the error; None: "resume" where there is `checkpoint=`.
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
             `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, `ps.RayMetrics()`, or your own,
@@ -297,7 +291,7 @@ def _job(given: _Arguments) -> Job:
     code = pack(given.train, args, kwargs, on_ray=engine.reads_refs)
     save_tables = check_folder(given.save_tables)
     _, _, name = getattr(given.train, "__qualname__", "run").rpartition(".")
-    recovery = recovery_of(name, given.checkpoint, given.resume, given.on_server_death)
+    recovery = recovery_of(name, given.checkpoint, given.resume)
     seed = recovery.seed(given.seed) if recovery is not None else given.seed
     seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     threads = engine.threads_per_worker

@@ -50,7 +50,7 @@ def test_folder_that_the_driver_does_not_see_is_refused_and_left_as_it_is(
 ) -> None:
     monkeypatch.setattr(committing, "CLAIM_SEEN_S", 0.05)
     drivers, here = tmp_path / "driver", tmp_path / "here"
-    recovery = recovery_of("train", drivers, False, None)
+    recovery = recovery_of("train", drivers, False)
     assert recovery is not None
     plan = structs.replace(recovery.plan(None), folder=str(here))
     told = structs.replace(config(here), checkpoints=plan)
@@ -60,7 +60,7 @@ def test_folder_that_the_driver_does_not_see_is_refused_and_left_as_it_is(
     assert f"left there for run {plan.run!r}, is not there" in caught.value.failed
     assert "driver and servers all see under this path" in caught.value.fix
     assert not here.exists()
-    other = recovery_of("other", here, False, None)
+    other = recovery_of("other", here, False)
     assert other is not None
     with pytest.raises(CheckpointError, match=f"is of run '{other.run}'"):
         open_checkpoints(told)
@@ -69,7 +69,7 @@ def test_folder_that_the_driver_does_not_see_is_refused_and_left_as_it_is(
 
 def test_folder_of_the_driver_is_taken_again_and_again(tmp_path: Path) -> None:
     """As by the coordinators of a run that goes on from checkpoints."""
-    recovery = recovery_of("train", tmp_path, False, None)
+    recovery = recovery_of("train", tmp_path, False)
     assert recovery is not None
     for _ in range(2):
         told = structs.replace(config(tmp_path), checkpoints=recovery.plan(None))

@@ -56,6 +56,8 @@ def name_of(recovery: Recovery | None) -> str | None:
         ({"every_steps": 0}, "every_steps of Checkpoint must be at least 1"),
         ({"keep": 0}, "keep of Checkpoint must be at least 1"),
         ({"strict": 1}, "strict of Checkpoint must be True or False"),
+        ({"on_server_death": "again"}, 'on_server_death of Checkpoint must be "resume" or "stop"'),
+        ({"on_server_death": None}, "on_server_death of Checkpoint must be .*, not None"),
         ({"path": 3}, "path of Checkpoint must be the path of a folder, not 3"),
         ({"path": b"runs"}, "path of Checkpoint must be the path of a folder"),
         ({"path": ""}, "is empty"),
@@ -81,18 +83,15 @@ def test_checkpoints_come_each_minute_unless_something_else_is_said(
 
 
 def test_run_without_any_of_it_has_no_recovery() -> None:
-    assert recovery_of("train", None, False, None) is None
-    assert recovery_of("train", None, False, "stop") is None
+    assert recovery_of("train", None, False) is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((None, True, None), "resume=True goes on from the newest checkpoint of checkpoint="),
-        ((None, False, "resume"), "the run writes none: give checkpoint="),
-        (("runs/a", False, "again"), 'on_server_death must be "resume" or "stop"'),
-        ((None, 3, None), "resume must be the path of a folder, not 3"),
-        ((3, False, None), "path of Checkpoint must be the path of a folder"),
+        ((None, True), "resume=True goes on from the newest checkpoint of checkpoint="),
+        ((None, 3), "resume must be the path of a folder, not 3"),
+        ((3, False), "path of Checkpoint must be the path of a folder"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(
@@ -108,27 +107,27 @@ def test_resume_goes_on_from_the_newest_or_the_named_one(
     write: Callable[..., str], tmp_path: Path
 ) -> None:
     folder = write("before", 1, 2)
-    same = recovery_of("train", folder, True, None)
+    same = recovery_of("train", folder, True)
     assert name_of(same) == "step-2"
     assert same is not None
     assert same.plan(0).resumed is not None
-    assert name_of(recovery_of("train", None, folder, None)) == "step-2"
-    assert name_of(recovery_of("train", None, Path(folder) / "step-1", None)) == "step-1"
-    other = recovery_of("train", tmp_path / "new", folder, None)
+    assert name_of(recovery_of("train", None, folder)) == "step-2"
+    assert name_of(recovery_of("train", None, Path(folder) / "step-1")) == "step-1"
+    other = recovery_of("train", tmp_path / "new", folder)
     assert name_of(other) == "step-2"
     assert other is not None
     assert other.plan(0).resume_folder == folder
     assert other.plan(0).resumed is None  # its own folder has none yet
     assert other.folder == str(tmp_path / "new")
-    anew = recovery_of("train", tmp_path / "none", True, None)
+    anew = recovery_of("train", tmp_path / "none", True)
     assert name_of(anew) is None
     assert anew is not None
     assert anew.line() == f"{tmp_path}/none has no checkpoint to go on from: the run begins anew"
     assert other.line().startswith(f"the run goes on from the checkpoint {folder}/step-2 ('")
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
-        recovery_of("train", None, tmp_path / "none", None)
+        recovery_of("train", None, tmp_path / "none")
     with pytest.raises(CheckpointError, match="has no checkpoint 'step-3'; it has step-2, step-1"):
-        recovery_of("train", None, Path(folder) / "step-3", None)
+        recovery_of("train", None, Path(folder) / "step-3")
 
 
 def test_folder_with_something_else_or_of_another_run_is_refused(
@@ -137,18 +136,18 @@ def test_folder_with_something_else_or_of_another_run_is_refused(
     monkeypatch.setattr(claims, "CLAIM_S", 0.05)
     folder = write("before", 1)
     with pytest.raises(CheckpointError, match="has 1 checkpoint of run 'before' already"):
-        recovery_of("train", folder, False, None)
+        recovery_of("train", folder, False)
     with (
         Folder(LocalFolder(folder)).claimed("living"),
         pytest.raises(CheckpointFolderTaken, match="run 'living' writes there"),
     ):
-        recovery_of("train", folder, True, None)
+        recovery_of("train", folder, True)
     ends = Folder(LocalFolder(tmp_path / "ends"))
     ends.storage.make()
     monkeypatch.setattr(claims, "CLAIM_S", 5.0)
     with ThreadPoolExecutor(1) as other:
         with ends.claimed("ending"):
-            begins = other.submit(recovery_of, "train", tmp_path / "ends", False, None)
+            begins = other.submit(recovery_of, "train", tmp_path / "ends", False)
             time.sleep(0.1)
             sample.save(ends, 1)  # its last one, which the other has not seen
         with pytest.raises(CheckpointError, match="has 1 checkpoint of run 'ending' already"):
@@ -156,7 +155,7 @@ def test_folder_with_something_else_or_of_another_run_is_refused(
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match=r"it has thesis\.tex"):
-        recovery_of("train", tmp_path / "thesis", False, None)
+        recovery_of("train", tmp_path / "thesis", False)
 
 
 def test_store_that_does_not_answer_is_refused_at_start(
@@ -168,7 +167,7 @@ def test_store_that_does_not_answer_is_refused_at_start(
     told = "whole://nowhere/run: No such file or directory.* To fix: name a bucket that is there"
     for resume in False, True:
         with pytest.raises(CheckpointError, match=told) as raised:
-            recovery_of("train", url, resume, None)
+            recovery_of("train", url, resume)
         assert "s3cret" not in str(raised.value)
 
 
@@ -178,14 +177,14 @@ def test_damaged_checkpoints_are_left_out_and_told(
     folder = write("before", 1, 2, 3)
     cut_off(folder, "manifest-3.json")
     cut_off(folder, "step-2/shard-0.msgpack")
-    recovery = recovery_of("train", folder, True, None)
+    recovery = recovery_of("train", folder, True)
     assert name_of(recovery) == "step-1"
     assert ["left out" in each.message for each in caplog.records] == [True, True]
     assert "step-2/shard-0.msgpack" in caplog.text
     assert recovery is not None
     with pytest.raises(CheckpointError, match=r"none of the 3 .* be read: .*; a hash differs"):
         recovery.refuse(CheckpointDamaged("a hash differs", fix="none"))  # a server found it
-    named = recovery_of("train", None, folder + "/step-1", None)
+    named = recovery_of("train", None, folder + "/step-1")
     assert named is not None
     with pytest.raises(CheckpointDamaged, match="a hash differs"):
         named.refuse(CheckpointDamaged("a hash differs", fix="none"))
@@ -199,12 +198,12 @@ def test_run_does_not_begin_anew_where_all_checkpoints_are_damaged(
     (first := Path(folder) / "manifest-1.json").unlink()
     first.mkdir()  # the system cannot read it
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be") as refused:
-        recovery_of("train", folder, True, None)
+        recovery_of("train", folder, True)
     told = str(refused.value)
     assert told.index("manifest-2.json") < told.index("manifest-1.json")
     assert "Is a directory" in told
     assert "to begin anew, remove the folder or name another one" in told
-    recovery = recovery_of("train", tmp_path / "b", True, None)
+    recovery = recovery_of("train", tmp_path / "b", True)
     assert recovery is not None
     write(recovery.run, 1, folder="b")
     assert recovery.choose_after_death()
@@ -220,7 +219,7 @@ def test_run_does_not_begin_anew_where_all_checkpoints_are_damaged(
 
 def test_after_a_death_it_goes_on_from_its_own_newest_one(write: Callable[..., str]) -> None:
     folder = write("before", 8, 9)
-    recovery = recovery_of("train", folder, folder + "/step-8", None)
+    recovery = recovery_of("train", folder, folder + "/step-8")
     assert recovery is not None
     assert recovery.resumes
     assert recovery.choose_after_death()
@@ -233,7 +232,7 @@ def test_after_a_death_it_goes_on_from_its_own_newest_one(write: Callable[..., s
     write(recovery.run, 6)
     assert recovery.choose_after_death()
     assert name_of(recovery) == "step-6"
-    stops = recovery_of("train", folder, True, "stop")
+    stops = recovery_of("train", Checkpoint(folder, on_server_death="stop"), True)
     assert stops is not None
     assert not stops.resumes
 

@@ -165,6 +165,11 @@ BEGINS: dict[str, Callable[..., object]] = {
         for name, written, all_called in (
             ("policies", "rules=[MyPolicy]", "run start Cluster serve"),
             ("codecs", "rules=[MyCodec]", "run start Cluster serve"),
+            (
+                "on_server_death",
+                "checkpoint=ps.Checkpoint(path, on_server_death=...)",
+                "run start",
+            ),
             ("show_rank", "engine=ps.Local(show_rank=...)", "run start Cluster"),
             (
                 "threads_per_worker",

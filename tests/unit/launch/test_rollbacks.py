@@ -32,8 +32,9 @@ class Run:
     def __init__(
         self, root: Path, resume: bool = False, strict: bool = False, **options: Any
     ) -> None:
-        settings = Checkpoint(root, strict=strict)
-        recovery = recovery_of("train", settings, resume, options.pop("on_server_death", None))
+        death = options.pop("on_server_death", "resume")
+        settings = Checkpoint(root, strict=strict, on_server_death=death)
+        recovery = recovery_of("train", settings, resume)
         assert recovery is not None
         self.recovery: Recovery = recovery
         self.engine = Puppets()
@@ -167,7 +168,7 @@ def test_run_without_a_checkpoint_yet_begins_anew(begin: Callable[..., Run]) -> 
 
 @pytest.mark.parametrize("when", ["told to", "before it is up", "it is stopped"])
 def test_run_ends_with_its_server(begin: Callable[..., Run], when: str) -> None:
-    run = begin(on_server_death="stop" if when == "told to" else None)
+    run = begin(on_server_death="stop" if when == "told to" else "resume")
     if when != "before it is up":
         run.serve()
     if when == "it is stopped":
@@ -222,7 +223,7 @@ def test_run_goes_on_where_its_folder_is_from_another_working_directory(
     begin: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recovery = recovery_of("train", "runs", False, None)
+    recovery = recovery_of("train", "runs", False)
     assert recovery is not None
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
