@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paramserve.codecs.compiled import codec_kernels
+from paramserve.codecs import compiled as compiled_codecs
+from paramserve.codecs.registry import BUILT_IN as ALL
+from paramserve.codecs.registry import names_in
 from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES, HALVES
 from paramserve.core.table.compiled import index_kernels, text_kernels
@@ -40,7 +42,7 @@ Rules = Mapping[str, type[Any]]
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
-_ROUTING, _INDEX, _TEXT, _CODECS = ("routing",), ("index",), ("text",), ("codecs",)
+_ROUTING, _INDEX, _TEXT = ("routing",), ("index",), ("text",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
@@ -55,8 +57,8 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
         rules: registered ones, by name. Where a rule cannot be built the shard refuses it properly.
     """
     found = [_needed(spec, rules)]
-    if not (spec.push is None and spec.pull is None) and _CODECS not in _loaded:
-        found.append(load_codecs)
+    if not codecs_loaded(spec):
+        found.append(partial(load_codecs, spec))
     if spec.half is not None and spec.half in HALVES:
         found.append(_needed_for_half(spec.half, spec.rule, rules))
     steps = [each for each in found if each is not None]
@@ -179,10 +181,30 @@ def load_text() -> None:
         _load(_TEXT, lambda: text_kernels().KERNELS)
 
 
-def load_codecs() -> None:
-    """Have ready what encodes and decodes gradients and values, as `load_kernels`."""
-    if _CODECS not in _loaded:
-        _load(_CODECS, lambda: codec_kernels().KERNELS)
+def load_codecs(spec: BlockSpec | None = None) -> None:
+    """Have ready what encodes and decodes gradients and values, as `load_kernels`.
+
+    Args:
+        spec: those of this block; None: those of all codecs.
+    """
+    names = _codecs_of(spec) if spec is not None else compiled_codecs.names_of(ALL, rows=True)
+    if names and ("codecs", *names) not in _loaded:
+        _load(("codecs", *names), lambda: compiled_codecs.kernels_of(names))
+
+
+def codecs_loaded(spec: BlockSpec) -> bool:
+    """Whether `load_codecs` would return at once."""
+    names = _codecs_of(spec)
+    return not names or ("codecs", *names) in _loaded
+
+
+def _codecs_of(spec: BlockSpec) -> tuple[str, ...]:
+    """The names of the kernels that the codecs of a block need."""
+    given = [each for each in (spec.push, spec.pull) if each is not None]
+    if not given:
+        return ()
+    names = {name for each in given for name in names_in(each)}
+    return compiled_codecs.names_of(names, rows=spec.table is not None)
 
 
 def load_table(rule: Rule, layout: RowLayout) -> None:

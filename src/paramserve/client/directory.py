@@ -307,8 +307,7 @@ class Directory:
         return found[0], found[1]
 
     def _know(self, block: Block) -> Block:
-        if block.spec.push is not None or block.spec.pull is not None:
-            load_codecs()
+        load_codecs(block.spec)
         if block.spec.half is not None:
             load_kernels(block.kept, half=block.spec.half)
         with self._lock:

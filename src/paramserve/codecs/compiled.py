@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernels
+
+ON_TENSORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "BFloat16": ("to_bfloat16", "from_bfloat16"),
+        "Float16": (),
+        "Int8": ("to_int8", "from_int8"),
+        "Int4": ("to_int4", "from_int4"),
+        "Int2": ("to_int2", "from_int2"),
+        "Sign": ("to_signs", "from_signs"),
+        "TopK": ("choose_largest", "to_gaps", "from_gaps"),
+        "RandomK": ("draw_places",),
+        "PowerSGD": (),
+        "Chain": (),
+        "Delta": (),
+    }
+)
+"""What each built-in codec calls for a tensor, besides what the codecs that it is made of call."""
+ON_ROWS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "Int8": ("rows_to_int8", "rows_from_int8"),
+        "Int4": ("rows_to_int4", "rows_from_int4"),
+        "Int2": ("rows_to_int2", "rows_from_int2"),
+        "Sign": ("rows_to_signs", "rows_from_signs"),
+    }
+)
+"""What encodes, and what decodes rows, of those that do so otherwise than tensors."""
+ON_KEYS = ("key_gaps_bytes", "to_key_gaps", "from_key_gaps")
 
 
 @cache
@@ -12,3 +44,26 @@ def codec_kernels() -> ModuleType:
     from paramserve.codecs import kernels
 
     return kernels
+
+
+def names_of(codecs: Iterable[str], *, rows: bool) -> tuple[str, ...]:
+    """The names of all kernels that codecs call, in order; of each codec's if one is not built in,
+    since its methods may call those of any other.
+
+    Args:
+        codecs: their names; with those that they are made of.
+        rows: whether they encode rows of a table, and its keys.
+    """
+    names = {*codecs}
+    if not names <= ON_TENSORS.keys():
+        names = {*ON_TENSORS}
+    found = {each for name in names for each in ON_TENSORS[name]}
+    if rows:
+        found |= {*ON_KEYS} | {each for name in names for each in ON_ROWS.get(name, ())}
+    return tuple(sorted(found))
+
+
+def kernels_of(names: Collection[str]) -> Kernels:
+    """Kernels by their names."""
+    every: Kernels = codec_kernels().KERNELS
+    return {each: types for each, types in every.items() if each.__name__ in names}

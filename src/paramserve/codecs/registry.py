@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +63,14 @@ def parts_of(codec: Codec) -> tuple[Codec, ...]:
     if isinstance(codec, Delta):
         return (codec, *parts_of(codec.codec))
     return (codec.first, codec.second) if isinstance(codec, Chain) else (codec,)
+
+
+def names_in(described: CodecSpec) -> Iterator[str]:
+    """The name of a codec, and of each that it is made of."""
+    yield described.name
+    for option, value in described.options.items():
+        if option.rpartition(".")[2] in ("first", "second", "codec") and isinstance(value, str):
+            yield value
 
 
 def is_built_in(codec: Codec) -> bool:

@@ -12,8 +12,6 @@ is: Alistarh et al., QSGD, 2017.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,18 +28,9 @@ from paramserve.codecs.built_in import (
     Integers,
     Sign,
 )
-from paramserve.codecs.compiled import codec_kernels
+from paramserve.codecs.compiled import ON_ROWS, codec_kernels
 
 FOR_ROWS: tuple[type[Codec], ...] = (BFloat16, Float16, Int8, Int4, Int2, Sign)
-KERNELS: Mapping[type[Codec], tuple[str, str]] = MappingProxyType(
-    {
-        Int8: ("rows_to_int8", "rows_from_int8"),
-        Int4: ("rows_to_int4", "rows_from_int4"),
-        Int2: ("rows_to_int2", "rows_from_int2"),
-        Sign: ("rows_to_signs", "rows_from_signs"),
-    }
-)
-"""What encodes, and what decodes."""
 
 
 def why_not_rows(codec: Codec) -> str | None:
@@ -92,7 +81,7 @@ class RowCodec:
             codec.encode(values, out, seed)
         else:
             scales, rest = self._parts(codec, out)
-            kernel: Any = getattr(codec_kernels(), KERNELS[type(codec)][0])
+            kernel: Any = getattr(codec_kernels(), ON_ROWS[codec.name][0])
             drawn = (int(self._drawn), seed & 0xFFFFFFFF) if isinstance(codec, Integers) else ()
             kernel(values, scales, rest, self._dim, codec.block, *drawn)
 
@@ -114,7 +103,7 @@ class RowCodec:
         else:
             scales, rest = self._parts(codec, data)
             codec.check_scales(scales)
-            kernel: Any = getattr(codec_kernels(), KERNELS[type(codec)][1])
+            kernel: Any = getattr(codec_kernels(), ON_ROWS[codec.name][1])
             kernel(rest, scales, out, self._dim, codec.block)
 
     def _parts(self, codec: Blockwise, data: Bytes) -> tuple[Floats, Bytes]:
