@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import inspect
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -55,47 +54,46 @@ class KernelCache:
     """The code of one kernel, a file for each signature: what Numba's dispatcher asks for it."""
 
     def __init__(self, function: Kernel, *modules: str) -> None:
-        self._function = function
-        self._stem = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._stem = f"{function.__module__}.{function.__qualname__}"
         self._modules = modules
 
-    @cached_property
+    @property
     def cache_path(self) -> Path | None:
-        """The folder; None: no folder can be used, and nothing is kept."""
-        return kernel_folder.choose(Path(inspect.getfile(self._function)).parent).folder
+        """The folder that code is kept in; None: no folder can be used, and nothing is kept."""
+        return kernel_folder.choose().folder
 
-    def file_of(self, signature: Signature, codegen: Any) -> Path | None:
-        """Where the code for these arguments and this processor lies, if it is compiled."""
-        if self.cache_path is None:
-            return None
+    def has(self, signature: Signature, codegen: Any) -> bool:
+        """Whether the code for these arguments and this processor is compiled."""
+        name = self._file_name(signature, codegen)
+        return any((folder / name).is_file() for folder in kernel_folder.choose().trusted)
+
+    def _file_name(self, signature: Signature, codegen: Any) -> str:
         target = _hash(
             *map(str, (*signature, *codegen.magic_tuple(), sys.implementation.cache_tag))
         )
-        return (
-            self.cache_path / f"{self._stem}-{_hash(*map(str, target))}-{stamp(*self._modules)}.nbc"
-        )
+        return f"{self._stem}-{target}-{stamp(*self._modules)}.nbc"
 
     def load_overload(self, signature: Signature, target: Any) -> Any:
         """The compiled code, or None: there is none, or its file is damaged or another user's."""
         # Numba's own cache calls `target.refresh()` here, which imports all that Numba can compile,
         # and scipy.linalg, in 0.3 s. What is compiled already needs the runtime's symbols only.
         rtsys.initialize(target)
-        file = self.file_of(signature, target.codegen())
-        content = kernel_folder.read(file) if file is not None else None
-        if content is None:
-            return None
-        digest, data = content[:_DIGEST], content[_DIGEST:]
-        if sha256(data).digest() != digest:
-            return None
-        rebuild: Any = CompileResult._rebuild
-        return rebuild(target, *pickle.loads(data))
+        name = self._file_name(signature, target.codegen())
+        for folder in kernel_folder.choose().trusted:
+            content = kernel_folder.read(folder / name) or b""
+            digest, data = content[:_DIGEST], content[_DIGEST:]
+            if sha256(data).digest() == digest:
+                rebuild: Any = CompileResult._rebuild
+                return rebuild(target, *pickle.loads(data))
+        return None
 
     def save_overload(self, signature: Signature, compiled: Any) -> None:
         """Write the compiled code in one step, and remove that of other sources. Where that fails,
         as on a full disk, the next process compiles again."""
-        file = self.file_of(signature, compiled.codegen)
-        if file is None or compiled.library.has_dynamic_globals:  # addresses of this process
+        folder = self.cache_path
+        if folder is None or compiled.library.has_dynamic_globals:  # addresses of this process
             return
+        file = folder / self._file_name(signature, compiled.codegen)
         to_bytes: Any = serialize.dumps
         data = to_bytes(compiled._reduce())
         with contextlib.suppress(OSError):
@@ -205,5 +203,5 @@ def _is_loaded(kernel: Kernel, types: Signature) -> bool:
 
 def _is_cached(kernel: Kernel, types: Signature) -> bool:
     dispatcher: Any = kernel
-    file: Path | None = dispatcher._cache.file_of(types, dispatcher.targetctx.codegen())
-    return file is not None and file.is_file()
+    cached: KernelCache = dispatcher._cache
+    return cached.has(types, dispatcher.targetctx.codegen())

@@ -1,8 +1,8 @@
-"""Which folder keeps compiled kernels: the first that this process can write to and others cannot.
+"""Which folders have compiled kernels: these are read where nobody else could write them, and kept
+in the first such folder that this process can write to.
 
 What lies there is unpickled and executed. So a folder or file is refused that belongs to another
-user than this one, root and the owner of this package (whose code runs here anyway), or that others
-may write to.
+user than this one, root and the owner of this package, or that others may write to.
 
 Does not import Numba: the driver and `paramserve doctor` ask as well.
 """
@@ -20,41 +20,49 @@ from typing import NamedTuple
 VARIABLE = "NUMBA_CACHE_DIR"
 """Names a folder that is tried before all others."""
 PACKAGE = Path(__file__).parent
-SOURCES = PACKAGE / "rules"
-"""Where most kernels stand: what is true of its folder is true of the others."""
 
 
 class Choice(NamedTuple):
     """Where kernels are kept.
 
     Attributes:
-        folder: None: there is none, so each process compiles for itself.
-        refused: why folders that come before it are not used.
+        folder: what is compiled is kept here; None: nowhere, so each process compiles for itself.
+        refused: why folders that come before it are not written to.
+        trusted: what was compiled is looked for in these, in order: `folder` is one of them, and
+            the others may be those of an image, which only its builder could write to.
     """
 
     folder: Path | None
     refused: tuple[str, ...]
+    trusted: tuple[Path, ...] = ()
 
 
 @cache
-def choose(sources: Path = SOURCES) -> Choice:
-    """The folder for kernels that stand in a folder of this package; it is made."""
-    refused = list[str]()
-    for folder in _candidates(sources):
-        why = _make(folder)
+def choose() -> Choice:
+    """The folders for this package's kernels. The one to write to is made, and those before it."""
+    kept: Path | None = None
+    refused, trusted = list[str](), list[Path]()
+    for folder in _candidates():
+        why = _make(folder) if kept is None else ""
+        why = why or _why_untrusted(folder)
         if not why:
-            return Choice(folder, tuple(refused))
-        refused.append(f"{folder}: {why}")
-    return Choice(None, tuple(refused))
+            trusted.append(folder)
+            why = "" if os.access(folder, os.W_OK | os.X_OK) else "cannot be written to"
+        if kept is None:
+            if why:
+                refused.append(f"{folder}: {why}")
+            else:
+                kept = folder
+    return Choice(kept, tuple(refused), tuple(trusted))
 
 
-def _candidates(sources: Path) -> Iterator[Path]:
+def _candidates() -> Iterator[Path]:
     # One for each user: two who share a base do not trust each other.
-    digest = sha256(os.fsencode(sources)).hexdigest()[:16]
-    name = f"paramserve-{sources.name}-{digest}-{os.geteuid()}"
+    digest = sha256(os.fsencode(PACKAGE)).hexdigest()[:16]
+    name = f"{PACKAGE.name}-{digest}-{os.geteuid()}"
     if base := os.environ.get(VARIABLE):
         yield Path(base).absolute() / name
-    yield sources / "__pycache__"
+    yield PACKAGE / "__pycache__"
     home = os.path.expanduser("~")
     user_wide = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     if os.path.isabs(user_wide):
@@ -62,21 +70,23 @@ def _candidates(sources: Path) -> Iterator[Path]:
 
 
 def _make(folder: Path) -> str:
-    """Make a folder unless it is there; why it cannot be used, or nothing."""
+    """Make a folder unless it is there; why that failed, or nothing."""
     try:
         os.makedirs(folder.parent, exist_ok=True)
         if not folder.is_dir():
             folder.mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _why_untrusted(folder: Path) -> str:
+    """Why nothing may be read from a folder, or nothing."""
+    try:
         status = folder.lstat()
     except OSError as error:
         return error.strerror or str(error)
-    if not stat.S_ISDIR(status.st_mode):
-        return "is no folder"
-    if why := distrust(status):
-        return why
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "cannot be written to"
-    return ""
+    return distrust(status) if stat.S_ISDIR(status.st_mode) else "is no folder"
 
 
 def distrust(status: os.stat_result) -> str:

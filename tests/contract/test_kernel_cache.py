@@ -74,6 +74,7 @@ class Package:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rules = folder, folder / "paramserve" / "rules"
+        self.cache = folder / "paramserve" / "__pycache__"
 
     def run(self, program: str = PROGRAM, **environment: str) -> tuple[float, bool]:
         """What the kernel makes of 1, and whether it was compiled for that."""
@@ -98,7 +99,7 @@ class Package:
         os.utime(file, (later, later))
 
     def files(self) -> list[Path]:
-        return sorted((self.rules / "__pycache__").glob("helped.scale-*"))
+        return sorted(self.cache.glob("paramserve.rules.helped.scale-*"))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,17 @@ def test_kernel_is_compiled_anew_after_every_edit_of_what_it_is_made_of(package:
 
 def test_compiled_kernel_is_loaded_without_the_compiler(package: Package) -> None:
     assert package.run(LOADS) == (2.0, False)
+
+
+def test_kernel_is_found_in_every_folder_that_is_trusted(package: Package, tmp_path: Path) -> None:
+    """As in an image, whose user keeps what else is compiled in a folder of its own."""
+    own = tmp_path / "own"
+    assert package.run(NUMBA_CACHE_DIR=str(own)) == (2.0, False)
+    (file,) = package.files()
+    file.unlink()
+    assert package.run(NUMBA_CACHE_DIR=str(own)) == (2.0, True)
+    assert package.files() == [], "it was kept in the first folder that can be written to"
+    assert package.run(NUMBA_CACHE_DIR=str(own)) == (2.0, False)
 
 
 def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:
@@ -177,7 +189,7 @@ def test_kernel_is_compiled_where_it_cannot_be_kept(package: Package) -> None:
     file.unlink()
     assert package.run(FULL) == (2.0, True)
     assert package.files() == []
-    shutil.rmtree(package.rules / "__pycache__")
-    (package.rules / "__pycache__").write_text("no folder")
+    shutil.rmtree(package.cache)
+    package.cache.write_text("no folder")
     nowhere = dict.fromkeys(("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"), "/dev/null/none")
     assert package.run(**nowhere) == (2.0, True)

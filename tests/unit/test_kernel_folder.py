@@ -32,10 +32,10 @@ def status(mode: int, uid: int, gid: int) -> os.stat_result:
 def test_folder_beside_the_sources_comes_first_and_that_of_the_variable_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose(tmp_path) == (tmp_path / "__pycache__", ())
+    assert choose()[:2] == (tmp_path / "__pycache__", ())
     choose.cache_clear()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named" / "deep"))
-    folder = choose(tmp_path).folder
+    folder = choose().folder
     assert folder is not None
     assert folder.parent == tmp_path / "named" / "deep"
     assert folder.is_dir()
@@ -54,8 +54,9 @@ def test_folder_that_others_control_is_refused_and_the_next_one_used(
         beside.symlink_to(tmp_path / "elsewhere")
     else:
         beside.write_text("")
-    folder, refused = choose(tmp_path)
+    folder, refused, trusted = choose()
     assert folder is not None
+    assert trusted == (folder,)
     assert folder.parent == tmp_path / "home" / "numba"
     assert len(refused) == 1
     assert refused[0].startswith(f"{beside}: ")
@@ -64,9 +65,25 @@ def test_folder_that_others_control_is_refused_and_the_next_one_used(
 def test_no_folder_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder, refused = choose(tmp_path / "file")
+    monkeypatch.setattr(kernel_folder, "PACKAGE", tmp_path / "file")
+    monkeypatch.setattr(kernel_folder, "distrust", lambda status: "not asked")
+    folder, refused, trusted = choose()
     assert folder is None
     assert len(refused) == 2
+    assert trusted == ()
+
+
+def test_folder_that_cannot_be_written_to_is_read_and_the_next_one_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of an image, which its builder filled."""
+    beside = tmp_path / "__pycache__"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != beside)
+    folder, refused, trusted = choose()
+    assert folder is not None
+    assert folder.parent == tmp_path / "home" / "numba"
+    assert refused == (f"{beside}: cannot be written to",)
+    assert trusted == (beside, folder)
 
 
 def test_owner_and_mode_decide_what_is_believed(

@@ -166,7 +166,7 @@ def _loopback() -> Finding:
 
 def _kernels() -> Finding:
     """Where compiled kernels are kept."""
-    folder, refused = kernel_folder.choose()
+    folder, refused, _ = kernel_folder.choose()
     because = "".join(f"; not in {each}" for each in refused)
     own = f"set {kernel_folder.VARIABLE} to a folder that only this user can write to"
     if folder is None:
