@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from paramserve.codecs import compiled as compiled_codecs
-from paramserve.codecs.registry import BUILT_IN as ALL
-from paramserve.codecs.registry import names_in
+from paramserve import kernel_sets
 from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES, HALVES
-from paramserve.core.table.compiled import index_kernels, text_kernels
-from paramserve.core.table.compiled import kernels as store_kernels
-from paramserve.core.table.routing import routing_kernels
 from paramserve.errors import ParamServeError
+from paramserve.kernel_sets import KernelSet
 from paramserve.messages import BlockSpec, TableSpec
 from paramserve.rules.base import Rule
-from paramserve.rules.built_in import BuiltIn
 from paramserve.rules.compiled import compiled
 from paramserve.rules.layout import RowLayout
 from paramserve.rules.registry import TORCH, build, is_built_in
-from paramserve.rules.rows import kernels_of, row_layout
-
-if TYPE_CHECKING:
-    from paramserve.kernel_cache import Kernels
+from paramserve.rules.rows import row_layout
 
 COMPILE_WAIT_S = 120.0
 """How long a process waits for the one that compiles, before it compiles as well."""
@@ -42,7 +33,6 @@ Rules = Mapping[str, type[Any]]
 
 _local = threading.Lock()
 _loaded: set[tuple[str, ...]] = set()
-_ROUTING, _INDEX, _TEXT = ("routing",), ("index",), ("text",)
 _prepared: set[tuple[str, str]] = set()
 """Names of rules that are not built in, by dtype, that a server has prepared, or tried to."""
 
@@ -77,7 +67,8 @@ def _needed_for_half(
     if described is not None and described.name != TORCH and described.name not in rules:
         with contextlib.suppress(ParamServeError, ValueError):
             rule = build(described)
-    return None if _half_key(half, rule) in _loaded else partial(_load_half, half, rule)
+    kernels = kernel_sets.half(half, rule)
+    return None if kernels.key in _loaded else partial(_load, kernels)
 
 
 def _needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
@@ -135,21 +126,15 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None, half: str | Non
         half: in which gradients come, as `BlockSpec.half`.
     """
     if not loaded(dtype, rule):
-        _load(_key(dtype, rule), lambda: _dense(dtype, rule))
+        _load(kernel_sets.dense(dtype, rule))
     if half is not None:
-        _load_half(half, rule)
+        _load(kernel_sets.half(half, rule))
 
 
-def _load_half(half: str, rule: Rule | None) -> None:
-    """Have ready what takes gradients of 16 bits."""
-    key, dtype = _half_key(half, rule), HALVES[half]
-    if key not in _loaded:
-        own: Kernels = rule.block_kernels(FLOAT, dtype) if isinstance(rule, BuiltIn) else {}
-        _load(key, lambda: {**compiled().shared(dtype), **own})
-
-
-def _half_key(half: str, rule: Rule | None) -> tuple[str, ...]:
-    return (half, *_key(FLOAT, rule)[1:])
+def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
+    """Whether `load_kernels` would return at once."""
+    known = dtype.name in ("float32", "float64")
+    return not known or kernel_sets.dense(dtype, rule).key in _loaded
 
 
 def load_if_compiled() -> None:
@@ -165,20 +150,17 @@ def load_if_compiled() -> None:
 
 def load_routing() -> None:
     """Have ready what spreads a table's keys and gradients over the shards, as `load_kernels`."""
-    if _ROUTING not in _loaded:
-        _load(_ROUTING, lambda: routing_kernels().KERNELS)
+    _load(kernel_sets.ROUTING)
 
 
 def load_index() -> None:
     """Have ready what finds keys in an index, as `load_kernels`."""
-    if _INDEX not in _loaded:
-        _load(_INDEX, lambda: index_kernels().KERNELS)
+    _load(kernel_sets.INDEX)
 
 
 def load_text() -> None:
     """Have ready what makes keys of strings, as `load_kernels`."""
-    if _TEXT not in _loaded:
-        _load(_TEXT, lambda: text_kernels().KERNELS)
+    _load(kernel_sets.TEXT)
 
 
 def load_codecs(spec: BlockSpec | None = None) -> None:
@@ -187,24 +169,13 @@ def load_codecs(spec: BlockSpec | None = None) -> None:
     Args:
         spec: those of this block; None: those of all codecs.
     """
-    names = _codecs_of(spec) if spec is not None else compiled_codecs.names_of(ALL, rows=True)
-    if names and ("codecs", *names) not in _loaded:
-        _load(("codecs", *names), lambda: compiled_codecs.kernels_of(names))
+    _load(kernel_sets.codecs_of(spec) if spec is not None else kernel_sets.EVERY_CODEC)
 
 
 def codecs_loaded(spec: BlockSpec) -> bool:
     """Whether `load_codecs` would return at once."""
-    names = _codecs_of(spec)
-    return not names or ("codecs", *names) in _loaded
-
-
-def _codecs_of(spec: BlockSpec) -> tuple[str, ...]:
-    """The names of the kernels that the codecs of a block need."""
-    given = [each for each in (spec.push, spec.pull) if each is not None]
-    if not given:
-        return ()
-    names = {name for each in given for name in names_in(each)}
-    return compiled_codecs.names_of(names, rows=spec.table is not None)
+    kernels = kernel_sets.codecs_of(spec)
+    return not kernels.about or kernels.key in _loaded
 
 
 def load_table(rule: Rule, layout: RowLayout) -> None:
@@ -218,63 +189,27 @@ def load_table(rule: Rule, layout: RowLayout) -> None:
     if not is_built_in(rule):
         with contextlib.suppress(Exception, SystemExit):  # a user's code may raise anything
             rule.prepare(FLOAT)
-    _load(
-        _table_key(rule, layout),
-        lambda: {
-            **_dense(FLOAT, rule),
-            **routing_kernels().KERNELS,
-            **store_kernels(),
-            **kernels_of(rule),
-        },
-    )
+    _load(kernel_sets.table(rule, layout.dtype))
 
 
 def table_loaded(rule: Rule, layout: RowLayout) -> bool:
     """Whether `load_table` would return at once."""
-    return _table_key(rule, layout) in _loaded
+    return kernel_sets.table(rule, layout.dtype).key in _loaded
 
 
-def _table_key(rule: Rule, layout: RowLayout) -> tuple[str, ...]:
-    return ("table", layout.dtype, rule.name, *rule.states(rule.hyper()))
+def _load(wanted: KernelSet) -> None:
+    """Load kernels: one process compiles them, or has them compiled, the others wait for that."""
+    from paramserve import compilers, kernel_cache
 
-
-def _key(dtype: np.dtype[Any], rule: Rule | None) -> tuple[str, ...]:
-    if rule is None or not is_built_in(rule):
-        return (dtype.name,)
-    # A rule has other kernels when it keeps other state, as SGD with and without momentum.
-    return (dtype.name, rule.name, *rule.states(rule.hyper()))
-
-
-def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
-    """Whether `load_kernels` would return at once."""
-    return _key(dtype, rule) in _loaded or dtype.name not in ("float32", "float64")
-
-
-def _dense(dtype: np.dtype[Any], rule: Rule | None) -> Kernels:
-    shared: Kernels = compiled().shared(dtype)
-    own: Kernels = rule.block_kernels(dtype) if isinstance(rule, BuiltIn) else {}
-    return {**shared, **own}
-
-
-def _load(key: tuple[str, ...], kernels: Callable[[], Kernels]) -> None:
-    """Load kernels: one process compiles them, the others wait for its cache."""
-    from paramserve import kernel_cache, kernel_folder
-
+    if wanted.key in _loaded:
+        return
     with _local:
-        wanted = kernels()
-        if kernel_cache.compiled(wanted):
-            kernel_cache.load(wanted)
-        else:
+        kernels = wanted.kernels()
+        if not kernel_cache.compiled(kernels):
             with _one_process():
-                if not kernel_cache.compiled(wanted):
-                    folder = kernel_folder.choose().folder
-                    text = (
-                        f"paramserve: compiling kernels for {' '.join(key)}, for some seconds; "
-                        f"kept {f'in {folder}' if folder else 'nowhere: see `paramserve doctor`'}"
-                    )
-                    print(text, file=sys.stderr, flush=True)
-                kernel_cache.load(wanted)
-        _loaded.add(key)
+                compilers.compile_missing([wanted])
+        kernel_cache.load(kernels)
+        _loaded.add(wanted.key)
 
 
 @contextlib.contextmanager

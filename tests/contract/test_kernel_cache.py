@@ -58,6 +58,15 @@ push = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0
 rule.apply(a, a.copy(), (), rule.hyper(), [Run(0, 3, 0)], push)
 print(a[0], known)
 """
+ELSEWHERE = """
+from paramserve import compilers, kernel_cache
+from paramserve.kernel_sets import KernelSet
+wanted = KernelSet("codecs", ("BFloat16",))
+known = kernel_cache.compiled(wanted.kernels())
+with compilers._queue([1, 0]) as queue, compilers._others([wanted], 1, queue):
+    pass
+print(2.0 if kernel_cache.compiled(wanted.kernels()) else 0.0, known)
+"""
 
 FULL = f"""
 import resource
@@ -145,6 +154,11 @@ def test_kernel_is_found_in_every_folder_that_is_trusted(package: Package, tmp_p
     assert package.run(NUMBA_CACHE_DIR=str(own)) == (2.0, True)
     assert package.files() == [], "it was kept in the first folder that can be written to"
     assert package.run(NUMBA_CACHE_DIR=str(own)) == (2.0, False)
+
+
+def test_another_process_compiles_what_it_takes_from_the_queue(package: Package) -> None:
+    assert package.run(ELSEWHERE) == (2.0, True)
+    assert package.run(ELSEWHERE) == (2.0, False)
 
 
 def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:

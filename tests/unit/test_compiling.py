@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paramserve import compiling, kernel_cache
+from paramserve import compilers, compiling, kernel_cache
 from paramserve.compiling import load_kernels, loaded
+from paramserve.kernel_sets import KernelSet
 from paramserve.rules import SGD, Adam, Add
 
 F4, F8, I8 = np.dtype("float32"), np.dtype("float64"), np.dtype("int64")
-SAYS = "paramserve: compiling kernels for float32 Add, for some seconds; kept "
 
 
 @pytest.fixture
@@ -22,6 +22,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     monkeypatch.setattr(compiling, "_loaded", set())
     monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: False)
+    monkeypatch.setattr(compilers, "compile_missing", lambda sets: 0)
     monkeypatch.setattr(kernel_cache, "load", lambda kernels: calls.append(len(kernels)))
     return calls
 
@@ -59,24 +60,24 @@ def test_load_that_fails_does_not_count(loads: list[int], monkeypatch: pytest.Mo
     assert not loaded(F8, Adam())
 
 
-def test_compiling_is_told_and_loading_is_not(
-    loads: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_one_process_compiles_while_others_wait(
+    loads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    held: list[bool] = []
+
+    def compile_missing(sets: list[KernelSet]) -> int:
+        with open(compiling.__file__, "rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(True)
+        return 7
+
+    monkeypatch.setattr(compilers, "compile_missing", compile_missing)
     load_kernels(F4, Add())
-    assert capsys.readouterr().err.startswith(SAYS)
+    assert held == [True]
     monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: True)
     load_kernels(F8, Add())
-    assert capsys.readouterr().err == ""
-
-
-def test_what_another_process_has_compiled_meanwhile_is_loaded(
-    loads: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = iter([False, True])
-    monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: next(answers))
-    load_kernels(F4, Add())
-    assert len(loads) == 1
-    assert capsys.readouterr().err == ""
+    assert held == [True], "what is compiled is loaded only"
+    assert len(loads) == 2
 
 
 def test_lock_that_another_user_keeps_delays_loading_and_no_more(

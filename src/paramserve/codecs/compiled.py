@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
@@ -46,24 +46,20 @@ def codec_kernels() -> ModuleType:
     return kernels
 
 
-def names_of(codecs: Iterable[str], *, rows: bool) -> tuple[str, ...]:
-    """The names of all kernels that codecs call, in order; of each codec's if one is not built in,
-    since its methods may call those of any other.
+def kernels_of(codecs: Collection[str], *, rows: bool) -> Kernels:
+    """All kernels that codecs call; of each codec's if one is not built in, since its methods may
+    call those of any other.
 
     Args:
-        codecs: their names; with those that they are made of.
+        codecs: their names, with those of the codecs that they are made of.
         rows: whether they encode rows of a table, and its keys.
     """
-    names = {*codecs}
-    if not names <= ON_TENSORS.keys():
-        names = {*ON_TENSORS}
-    found = {each for name in names for each in ON_TENSORS[name]}
+    if not codecs:
+        return {}
+    known = ON_TENSORS.keys()
+    codecs = codecs if known >= {*codecs} else known
+    names = {each for codec in codecs for each in ON_TENSORS[codec]}
     if rows:
-        found |= {*ON_KEYS} | {each for name in names for each in ON_ROWS.get(name, ())}
-    return tuple(sorted(found))
-
-
-def kernels_of(names: Collection[str]) -> Kernels:
-    """Kernels by their names."""
+        names |= {*ON_KEYS} | {each for codec in codecs for each in ON_ROWS.get(codec, ())}
     every: Kernels = codec_kernels().KERNELS
     return {each: types for each, types in every.items() if each.__name__ in names}

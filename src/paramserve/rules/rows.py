@@ -117,9 +117,13 @@ def check_rows(rule: Rule, layout: RowLayout, hyper: Hyper) -> None:
     )
 
 
-def kernels_of(rule: Rule) -> Kernels:
-    """Every kernel that `apply_rows` can need, besides what the rule loads in `prepare`."""
-    if is_built_in(rule):
+def kernels_of(rule: Rule | None) -> Kernels:
+    """Every kernel that `apply_rows` can need, besides what the rule loads in `prepare`.
+
+    Args:
+        rule: None: any that is not built in.
+    """
+    if rule is not None and is_built_in(rule):
         return cast(RowRule, rule).row_kernels()
     dense, rows = compiled(), compiled_rows()
     return {

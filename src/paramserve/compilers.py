@@ -1,0 +1,157 @@
+"""Compiles kernels, in several processes where there are many kernels and cores.
+
+The numbers of the kernels to compile lie in a pipe, from which each process takes the next one
+until it is empty; what it has compiled, the others find in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from paramserve import kernel_folder
+from paramserve.kernel_sets import KernelSet
+from paramserve.machine import cores
+
+if TYPE_CHECKING:
+    from paramserve.kernel_cache import Kernel, Signature
+
+PROCESSES_MAX = 8
+KERNELS_EACH_MIN = 6
+"""Kernels for each process: it needs as long as for some of them to import what it needs."""
+PROGRESS_S = 2.0
+"""Between two lines that say how far it is."""
+LAST_S = 30.0
+"""For what the other processes have begun when nothing else is left; then it is compiled here."""
+_NUMBER_BYTES = 2
+_PROGRAM = "from paramserve.compilers import take_part; take_part()"
+
+
+def compile_missing(sets: Sequence[KernelSet]) -> int:
+    """Compile what the cache does not have yet of these kernels, and say so on stderr; how many
+    these were. Those that this process has compiled are loaded.
+
+    Where another process fails, or is ended, this one compiles what is left.
+    """
+    from paramserve import kernel_cache
+
+    pairs = _pairs(sets)
+    missing = [at for at, pair in enumerate(pairs) if not kernel_cache.compiled(dict([pair]))]
+    if not missing:
+        return 0
+    folder = kernel_folder.choose().folder
+    processes = 1
+    if folder is not None:
+        processes = max(1, min(cores(), PROCESSES_MAX, len(missing) // KERNELS_EACH_MIN))
+    progress = _Progress(sets, missing, processes)
+
+    def compile_one(number: int) -> None:
+        kernel_cache.load(dict([pairs[number]]))
+        progress.tell(lambda at: kernel_cache.compiled(dict([pairs[at]])))
+
+    # The kernels of rules, which stand last, take longest.
+    with _queue(missing[::-1]) as queue, _others(sets, processes - 1, queue):
+        for number in _numbers(queue):
+            compile_one(number)
+    for number in missing:  # those that another process has failed to compile
+        if not kernel_cache.compiled(dict([pairs[number]])):
+            compile_one(number)
+    return len(missing)
+
+
+def take_part() -> None:
+    """Compile as one of the other processes: the sets are the argument, the pipe is stdin."""
+    from paramserve import kernel_cache
+
+    pairs = _pairs(msgspec.json.decode(sys.argv[1], type=list[KernelSet]))
+    with open(0, "rb", buffering=0, closefd=False) as queue:
+        for number in _numbers(queue):
+            kernel_cache.load(dict([pairs[number]]))
+
+
+def _pairs(sets: Sequence[KernelSet]) -> list[tuple[Kernel, Signature]]:
+    """Each kernel with each of its signatures, in the same order in every process."""
+    return list(dict.fromkeys(pair for each in sets for pair in each.kernels().items()))
+
+
+@contextlib.contextmanager
+def _queue(numbers: Sequence[int]) -> Iterator[IO[bytes]]:
+    """A pipe with these numbers, which ends behind them."""
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as queue:
+        with open(writer, "wb", buffering=0) as end:
+            end.write(b"".join(each.to_bytes(_NUMBER_BYTES, "big") for each in numbers))
+        yield queue
+
+
+def _numbers(queue: IO[bytes]) -> Iterator[int]:
+    while number := queue.read(_NUMBER_BYTES):
+        yield int.from_bytes(number, "big")
+
+
+@contextlib.contextmanager
+def _others(sets: Sequence[KernelSet], count: int, queue: IO[bytes]) -> Iterator[None]:
+    """So many other processes that compile meanwhile. They are ended where the block is left early,
+    and where they take too long for their last kernels."""
+    described = msgspec.json.encode(list(sets)).decode()
+    # What can be imported here can be imported there.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            with contextlib.suppress(OSError):  # no process more can be had: there is this one
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", _PROGRAM, described],
+                        stdin=queue,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=environment,
+                    )
+                )
+        yield
+        until = time.monotonic() + LAST_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in started:
+                process.wait(max(0.0, until - time.monotonic()))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+class _Progress:
+    """What is said while kernels are compiled."""
+
+    def __init__(self, sets: Sequence[KernelSet], missing: Sequence[int], processes: int) -> None:
+        self._left = list(missing)
+        self._count = len(missing)
+        self._began = self._told = time.monotonic()
+        folder = kernel_folder.choose().folder
+        where = f"in {folder}" if folder is not None else "nowhere: see `paramserve doctor`"
+        what = str(sets[0]) if len(sets) == 1 else f"{len(sets)} uses"
+        told = f" in {processes} processes" if processes > 1 else ""
+        self._say(f"compiling {self._count} kernels for {what}{told}; kept {where}")
+
+    def tell(self, compiled: Callable[[int], bool]) -> None:
+        """Say how far it is, and how long it may take yet, if that was not said just now."""
+        now = time.monotonic()
+        if now < self._told + PROGRESS_S:
+            return
+        self._told = now
+        self._left = [each for each in self._left if not compiled(each)]
+        done = self._count - len(self._left)
+        if done and self._left:
+            left_s = (now - self._began) / done * len(self._left)
+            self._say(f"{done} of {self._count} kernels are compiled, about {left_s:.0f} s left")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"paramserve: {text}", file=sys.stderr, flush=True)
