@@ -15,6 +15,8 @@ COPY pyproject.toml README.md LICENSE constraints.txt /src/
 COPY src /src/src
 RUN /opt/paramserve/bin/pip install -c /src/constraints.txt "/src${EXTRAS}" \
     && /opt/paramserve/bin/pip check
+# For the type of processor that this is built on: on another one, pods compile what they need.
+RUN /opt/paramserve/bin/paramserve warm
 
 FROM python:${PYTHON}-slim
 LABEL org.opencontainers.image.title="paramserve" \
@@ -22,8 +24,8 @@ LABEL org.opencontainers.image.title="paramserve" \
 RUN groupadd --gid 10001 paramserve \
     && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin paramserve
 COPY --from=build /opt/paramserve /opt/paramserve
-# Compiled kernels go to NUMBA_CACHE_DIR: the package's own folder belongs to root. /tmp has no
-# other users here; on a shared machine name a folder that only yours can make.
+# Kernels that were not compiled above go to NUMBA_CACHE_DIR: the package's own folder belongs to
+# root. /tmp has no other users here; on a shared machine name a folder that only yours can make.
 ENV PATH=/opt/paramserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NUMBA_CACHE_DIR=/tmp/numba

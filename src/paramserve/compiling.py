@@ -197,6 +197,14 @@ def table_loaded(rule: Rule, layout: RowLayout) -> bool:
     return kernel_sets.table(rule, layout.dtype).key in _loaded
 
 
+def compile_all() -> int:
+    """Compile every kernel that no folder has yet; how many these were."""
+    from paramserve import compilers
+
+    with _local, _one_process():
+        return compilers.compile_missing(kernel_sets.every())
+
+
 def _load(wanted: KernelSet) -> None:
     """Load kernels: one process compiles them, or has them compiled, the others wait for that."""
     from paramserve import compilers, kernel_cache

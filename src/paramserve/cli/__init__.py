@@ -24,6 +24,7 @@ from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.cli.statuses import INTERRUPTED, status_of
+from paramserve.cli.warm import warm
 from paramserve.errors import ParamServeError
 from paramserve.observe.view import SHOWS, Show
 
@@ -164,7 +165,7 @@ def run(
         click.echo(f"paramserve: {_save(result, out)} in {out}")
 
 
-for command in (*COMMANDS, debug, doctor, checkpoints, report):
+for command in (*COMMANDS, debug, doctor, checkpoints, report, warm):
     cli.add_command(command)
 
 
