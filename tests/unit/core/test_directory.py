@@ -47,6 +47,24 @@ def test_place_first_one_defines_and_others_wait() -> None:
     assert directory.place(place((3,), define=False), client=2) == (spec, 0)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        ([(3, -1)], "negative length"),
+        ([(1, 1 << 63, 5)], f"{5 << 63} elements in one block, allowed are {1 << 48}"),
+        ([(1 << 47,), (1 << 47,), (1,)], f"{(1 << 48) + 1} elements"),
+    ],
+)
+def test_shapes_that_no_shard_could_hold_are_refused(
+    shapes: list[tuple[int, ...]], told: str
+) -> None:
+    """Else the cuts could not be encoded in an answer."""
+    directory = Directory(2)
+    with pytest.raises(ParamServeError, match=told):
+        directory.place(place(*shapes), client=1)
+    assert directory.place(place((1 << 48,)), client=1) is not None
+
+
 def test_place_waits_for_a_name_that_nobody_defines() -> None:
     assert Directory(1).place(place((3,), define=False), client=1) is None
 
