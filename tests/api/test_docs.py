@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -210,14 +212,18 @@ def each_alone(folder: Path, codes: Sequence[str], *options: str) -> list[str]:
     paths = [folder / f"program_{number}.py" for number in range(len(codes))]
     for path, code in zip(paths, codes, strict=True):
         path.write_text(code)
-    done = subprocess.run(
-        [sys.executable, *options, "-c", EACH_ALONE, *map(str, paths)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=SNIPPETS_TIMEOUT_S,
-        check=False,
-    )
+    # Ray's variables name a cluster if other tests of this session have one: a reader has none.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with tempfile.TemporaryDirectory(prefix="ps-", dir="/tmp", ignore_cleanup_errors=True) as short:
+        done = subprocess.run(
+            [sys.executable, *options, "-c", EACH_ALONE, *map(str, paths)],
+            cwd=folder,
+            env={**own, "RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=SNIPPETS_TIMEOUT_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout.split("# begins ")[1:]
