@@ -20,6 +20,8 @@ from tests.needs import needs
 
 import paramserve
 from paramserve import errors
+from paramserve.rules import torch_kinds
+from paramserve.rules.registry import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paramserve"
@@ -37,6 +39,8 @@ METRICS = ROOT / "docs" / "metrics.md"
 CONVERT = ROOT / "docs" / "convert.md"
 RECIPES = ROOT / "docs" / "recipes.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
+PROMISES = ROOT / "docs" / "promises.md"
+RULES = ROOT / "docs" / "rules.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS_TIMEOUT_S = 110.0
@@ -295,6 +299,17 @@ def test_readme_is_short_and_runs_a_model_and_a_table() -> None:
     code = snippets(README)
     assert any("ps.run(" in each for each in code)
     assert any("client.table(" in each for each in code)
+
+
+def test_pages_tell_of_every_built_in_rule() -> None:
+    """What has no compiled rule runs in torch on the servers: the pages say which classes have."""
+    table, _, rest = RULES.read_text().partition("## Your own")
+    assert rest
+    assert not [name for name in BUILT_IN if f"`ps.{name}`" not in table]
+    line = re.compile(r"\*\*The rules are torch's\.\*\* (.*) equal those")
+    (promise,) = line.findall(PROMISES.read_text())
+    classes = {kind.__name__ for kind in torch_kinds._KERNELS} | {"Adagrad"}
+    assert set(re.findall(r"\w+", promise)) - {"and"} == classes
 
 
 def test_readme_ratios_are_measured() -> None:
