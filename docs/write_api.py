@@ -86,7 +86,7 @@ INTRODUCTION = """\
 
 Every public name of `import paramserve as ps`, with the summary of its docstring. The name leads to
 the whole of it: signature, arguments, promises and errors, as `help(ps.run)` prints them. The main
-methods are in the [user guide](guide.md#objects).
+methods are in the [reference](reference.md).
 """
 REFERENCE_INTRODUCTION = """\
 # Reference

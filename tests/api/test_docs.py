@@ -36,7 +36,6 @@ RECOMMENDERS = ROOT / "docs" / "recommenders.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 COMPRESSION = ROOT / "docs" / "compression.md"
 METRICS = ROOT / "docs" / "metrics.md"
-CONVERT = ROOT / "docs" / "convert.md"
 RECIPES = ROOT / "docs" / "recipes.md"
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 PROMISES = ROOT / "docs" / "promises.md"
@@ -195,14 +194,14 @@ for path in sys.argv[1:]:
         *(README, GUIDE, CHECKPOINTS, METRICS, RECIPES),
         *(
             pytest.param(page, marks=pytest.mark.slow)
-            for page in (CONVERT, COMPRESSION, NOTEBOOKS, RECOMMENDERS, TABLES)
+            for page in (COMPRESSION, NOTEBOOKS, RECOMMENDERS, TABLES)
         ),
     ],
     ids=lambda page: page.stem,
 )
 def test_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
     codes = programs(page)
-    if page is RECIPES:  # the others run twice below
+    if page in (GUIDE, RECIPES):  # the others run below, also with a death
         codes = [each for each in codes if "Restart()" not in each]
     if any("parquet" in code or "save_tables" in code for code in codes):
         needs("pyarrow")
@@ -243,7 +242,8 @@ DIES = (
 def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
     """Each epoch is evaluated and saved once; the schedule and the best model are those of the
     whole run."""
-    after, resume, _ = (code for code in programs(CONVERT) if "Restart()" in code)
+    (after,) = (code for code in programs(GUIDE) if "Restart()" in code)
+    (resume,) = (code for code in programs(RECIPES) if "FILE = " in code)
     logged, stepped = "worker.log(loss=loss)", "optimizer.step()"
     assert after.count(logged) == resume.count(stepped) == 1
     after = after.replace(logged, f"{DIES.format(12)}\n{' ' * 16}{logged}")
@@ -261,10 +261,22 @@ def test_converted_scripts_go_on_where_rank_0_died(tmp_path: Path) -> None:
     assert resumed == ["[rank 0] dies", first, second]
 
 
+WORDS = ["get_worker_info", "offset", "AveragedModel(", "AveragedAdamW", "Images", "MaxNorm"]
+"""Each in one program of the recipes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "word", ["get_worker_info", "offset", "AveragedModel(", "AveragedAdamW", "Images", "MaxNorm"]
-)
+def test_programs_that_restart_workers_run_without_a_death(tmp_path: Path) -> None:
+    codes = [each for page in (GUIDE, RECIPES) for each in programs(page) if "Restart()" in each]
+    codes = [each for each in codes if not any(word in each for word in WORDS)]
+    assert len(codes) == 3
+    told = each_alone(tmp_path, codes, "-W", "error")
+    for code, output in zip(codes, told, strict=True):
+        assert len(output.splitlines()) > 1, f"nothing is shown by:\n{code}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", WORDS)
 def test_recipe_ends_as_without_a_death(word: str, tmp_path: Path) -> None:
     """Streams, averages, augmentation and several optimizers come back exactly."""
     (code,) = (each for each in snippets(RECIPES) if word in each and "Restart()" in each)
@@ -279,7 +291,7 @@ def test_plateau_and_early_stop_of_a_run_that_goes_on_are_those_of_an_unbroken_o
     tmp_path: Path,
 ) -> None:
     """Rank 0 dies in the second epoch, and the run goes on after the fourth one."""
-    (code,) = (each for each in programs(CONVERT) if "ReduceLROnPlateau(" in each)
+    (code,) = (each for each in programs(RECIPES) if "ReduceLROnPlateau(" in each)
     for written, other in (("lr=0.02", "lr=0.1"), ("resume=True", "resume=True, seed=0")):
         assert code.count(written) == 1
         code = code.replace(written, other)
