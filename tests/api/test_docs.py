@@ -174,7 +174,13 @@ def programs(page: Path) -> list[str]:
     code = snippets(page)
     if page in (NOTEBOOKS, RECOMMENDERS):
         return ["\n".join(code)]
-    return [each for each in code if each.startswith("import") or "import paramserve as ps" in each]
+    found: list[str] = []
+    for each in code:
+        if each.startswith("import") or "import paramserve as ps" in each:
+            found.append(each)
+        elif found and "import" not in each and "ps.run(train" in each:  # goes on with the last one
+            found[-1] += f"\n{each}"
+    return found
 
 
 EACH_ALONE = """

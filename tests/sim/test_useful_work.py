@@ -1,6 +1,6 @@
 """Simulated workers with own steps over slow links, one slow, some dying: what reaches the servers.
 
-`docs/slow_links.md` has the table of all ways (`benchmarks/useful_work.py`).
+`docs/compression.md` has the table of all ways (`benchmarks/useful_work.py`).
 """
 
 from __future__ import annotations
