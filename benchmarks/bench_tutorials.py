@@ -1,6 +1,6 @@
 """Are the tutorials' programs shorter and faster here than in plain Ray and plain torch RPC?
 
-`--write` puts the two tables into docs/tutorials.md; with `--rounds 0` only that of the lines.
+`--write` puts the two tables into docs/examples.md; with `--rounds 0` only that of the lines.
 
     python -m benchmarks.bench_tutorials --rounds 2 --write
 """
@@ -21,7 +21,7 @@ from benchmarks.tutorials.lines import code_lines
 if TYPE_CHECKING:
     from benchmarks.tutorials.contestants import Load
 
-PAGE = harness.ROOT / "docs" / "tutorials.md"
+PAGE = harness.ROOT / "docs" / "examples.md"
 START, END = "<!-- tutorials:start -->", "<!-- tutorials:end -->"
 THESE = "benchmarks.tutorials.contestants"
 CONTESTANTS = {

@@ -31,8 +31,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 GUIDE = ROOT / "docs" / "guide.md"
 TABLES = ROOT / "docs" / "tables.md"
-NOTEBOOKS = ROOT / "docs" / "notebooks.md"
-RECOMMENDERS = ROOT / "docs" / "recommenders.md"
+EXAMPLES = ROOT / "docs" / "examples.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 COMPRESSION = ROOT / "docs" / "compression.md"
 METRICS = ROOT / "docs" / "metrics.md"
@@ -172,7 +171,7 @@ def names() -> Names:
 def programs(page: Path) -> list[str]:
     """The programs of a page; the blocks of some pages are one program together."""
     code = snippets(page)
-    if page in (NOTEBOOKS, RECOMMENDERS):
+    if page == EXAMPLES:
         return ["\n".join(code)]
     found: list[str] = []
     for each in code:
@@ -198,10 +197,7 @@ for path in sys.argv[1:]:
     "page",
     [
         *(README, GUIDE, CHECKPOINTS, METRICS, RECIPES),
-        *(
-            pytest.param(page, marks=pytest.mark.slow)
-            for page in (COMPRESSION, NOTEBOOKS, RECOMMENDERS, TABLES)
-        ),
+        *(pytest.param(page, marks=pytest.mark.slow) for page in (COMPRESSION, EXAMPLES, TABLES)),
     ],
     ids=lambda page: page.stem,
 )

@@ -17,7 +17,7 @@ CELLS_TIMEOUT_S = 100
 
 
 def test_notebooks_are_three_and_linked() -> None:
-    page = (ROOT / "docs" / "notebooks.md").read_text()
+    page = (ROOT / "docs" / "examples.md").read_text()
     assert [path.stem for path in NOTEBOOKS] == ["embeddings", "first_steps", "policies_compared"]
     assert all(f"](../notebooks/{path.name})" in page for path in NOTEBOOKS)
 

@@ -47,7 +47,7 @@ def test_sample_is_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
 
 
-@pytest.mark.slow  # docs/recommenders.md, whose program is run by `make test`, does the same
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_recommender_beats_popularity_and_names_neighbours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
