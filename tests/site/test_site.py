@@ -88,7 +88,7 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path)
     for name in ("src", "examples", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    with (tmp_path / "docs" / "planning.md").open("a") as page:
+    with (tmp_path / "docs" / "metrics.md").open("a") as page:
         page.write("\n" + "\n".join(BROKEN) + "\n")
     done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0
