@@ -1,8 +1,9 @@
 """Write docs/api.md and docs/reference.md from the docstrings of the public names.
 
-api.md is the index: every public name with the summary of its docstring, and all settings.
-reference.md has all of each docstring: signature, arguments, results, errors, and the methods of
-the objects that users are given. Run `python docs/write_api.py` after a change of a public
+api.md is the index: every public name with the summary of its docstring, but the errors, which
+docs/troubleshooting.md lists. reference.md has all of each docstring: signature, arguments,
+results, errors, and the methods of the objects that users are given; and the tables of settings and
+of events of the log. Run `python docs/write_api.py` after a change of a public
 docstring; tests/api/test_docs.py compares the pages with what this writes. A public name without
 a docstring, and an error that docs/troubleshooting.md does not explain, are refused.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import paramserve
 from paramserve import config, errors, observe, pytorch
 from paramserve.cli.settings import meanings
+from paramserve.logs import EVENTS
 from paramserve.pytorch.loader import Loader
 
 PAGE = Path(__file__).with_name("api.md")
@@ -47,9 +49,21 @@ INTRODUCTIONS = {
     "errors": (
         "Cause and cure are those of [Troubleshooting](troubleshooting.md#by-error), one table.",
         "",
-    )
+    ),
+    "logs": (
+        "Events of `paramserve serve --log json`:",
+        "",
+        "| event | says |",
+        "|---|---|",
+        *(f"| `{name}` | {told} |" for name, told in EVENTS.items()),
+        "",
+    ),
 }
 """What stands below a heading of the reference."""
+INDEXED_ELSEWHERE = "ps.errors."
+"""Begins the names that are no rows of the index."""
+SETTINGS = (config.Deadlines, config.Limits)
+"""Classes whose fields the reference has as a table, in the place of a signature."""
 WITH_MEMBERS = {"launch", "worker", "client", "pytorch", "observe"}
 """Parts whose classes are shown with their methods: users are given such objects."""
 GIVEN = {
@@ -94,6 +108,10 @@ REFERENCE_INTRODUCTION = """\
 Written from the docstrings by `python docs/write_api.py`. The [index](api.md) has one line for each
 name.
 """
+ERRORS = """\
+[Troubleshooting](troubleshooting.md#by-error) lists all of them, with cause and cure.
+"""
+"""The end of the index."""
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example", "Source")
 LINE = 96
 """Characters of a signature on one line."""
@@ -154,14 +172,12 @@ def page() -> str:
     rows: dict[str, list[str]] = {part: [] for part in HEADINGS}
     for name in public_names():
         link = f"[`{name.written}`](reference.md#{anchor(name.written)})"
-        rows[name.part].append(f"| {link} | {_summary(name.thing)} |")
+        if not name.written.startswith(INDEXED_ELSEWHERE):
+            rows[name.part].append(f"| {link} | {_summary(name.thing)} |")
     lines = [INTRODUCTION]
     for part, heading in HEADINGS.items():
         lines += [f"## {heading}", "", "| name | is |", "|---|---|", *rows[part], ""]
-    for settings, heading in ((config.Deadlines, "Deadlines"), (config.Limits, "Limits")):
-        lines += [f"## {heading}", "", f"{_summary(settings)} Fields of `ps.{heading}`.", ""]
-        lines += ["| field | default | is |", "|---|---|---|", *_fields(settings), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ERRORS])
 
 
 def reference() -> str:
@@ -194,10 +210,12 @@ def anchor(heading: str) -> str:
 
 def _entry(level: str, written: str, thing: Any) -> list[str]:
     lines = [f"{level} `{written}`", ""]
-    signature = _signature(written.rpartition(".")[2], thing)
+    signature = _signature(written.rpartition(".")[2], thing) if thing not in SETTINGS else ""
     if signature:
         lines += ["```python", signature, "```", ""]
     text = inspect.getdoc(thing) or ""
+    if thing in SETTINGS:
+        return [*lines, text, "", "| field | default | is |", "|---|---|---|", *_fields(thing), ""]
     return [*lines, *_readable_docstring(text), *_attributes(thing), ""]
 
 

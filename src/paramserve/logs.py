@@ -63,7 +63,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "bug": "an error of paramserve itself; please report it",
     "log": "a line about none of these, or of another library",
 }
-"""The name of each event, and what it says. `docs/deployment.md` has them as a table."""
+"""The name of each event, and what it says. `docs/reference.md` has them as a table."""
 
 _FIELDS: Final = "paramserve_event"
 """Attribute of a log record that holds its event."""
