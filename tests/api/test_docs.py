@@ -324,6 +324,9 @@ def test_pages_tell_of_every_built_in_rule() -> None:
     (promise,) = line.findall(PROMISES.read_text())
     classes = {kind.__name__ for kind in torch_kinds._KERNELS} | {"Adagrad"}
     assert set(re.findall(r"\w+", promise)) - {"and"} == classes
+    docstring = paramserve.Worker.optimizer.__doc__ or ""
+    told = re.findall(r"rounded once\. (.*?) are compiled", " ".join(docstring.split()))
+    assert {each.__name__ for each in torch_kinds._KERNELS} <= set(re.findall(r"\w+", told[0]))
 
 
 def test_readme_ratios_are_measured() -> None:

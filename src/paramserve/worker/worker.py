@@ -328,10 +328,11 @@ class Worker:
             model: its parameters and buffers make up the result, under their names in it.
             optimizer: of any torch.optim class but LBFGS and SparseAdam, of parameters in float32
                 or float64, or in bfloat16 or float16: of these the servers keep float32 masters,
-                which results and checkpoints have, and workers get values rounded once. SGD, Adam
-                and AdamW are compiled; the others run as themselves on the servers. Or a rule, as
-                `ps.Adagrad(lr=0.1)` or a `ps.CustomRule` of yours: it trains all parameters of the
-                model, and its hyper-parameters are the options of the optimizer that is returned.
+                which results and checkpoints have, and workers get values rounded once. SGD, Adam,
+                AdamW (both without `amsgrad`), RMSprop, Adadelta, Adamax and NAdam are compiled;
+                the others run as themselves on the servers. Or a rule, as `ps.Adagrad(lr=0.1)` or a
+                `ps.CustomRule` of yours: it trains all parameters of the model, and its
+                hyper-parameters are the options of the optimizer that is returned.
             name: of the group on the servers; another one for each optimizer of a worker. A
                 parameter is stepped by the last optimizer that it was given to: an earlier one that
                 has it too is refused at its next step, and its group keeps the values of that time.
