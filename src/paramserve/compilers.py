@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from paramserve import kernel_folder
+from paramserve.engine.prepared import search_path
 from paramserve.kernel_sets import KernelSet
 from paramserve.machine import cores
 
@@ -31,7 +32,13 @@ PROGRESS_S = 2.0
 LAST_S = 30.0
 """For what the other processes have begun when nothing else is left; then it is compiled here."""
 _NUMBER_BYTES = 2
-_PROGRAM = "from paramserve.compilers import take_part; take_part()"
+_PROGRAM = """\
+import os, sys
+sys.path[:] = os.fsdecode({path!r}).split("\\0")
+from paramserve.compilers import take_part
+take_part({described!r}, {parent})
+"""
+"""Sets this process's `sys.path` first: nothing is imported from elsewhere, as a working folder."""
 
 
 def compile_missing(sets: Sequence[KernelSet]) -> int:
@@ -43,7 +50,7 @@ def compile_missing(sets: Sequence[KernelSet]) -> int:
     from paramserve import kernel_cache
 
     pairs = _pairs(sets)
-    missing = [at for at, pair in enumerate(pairs) if not kernel_cache.compiled(dict([pair]))]
+    missing = _missing(pairs)
     if not missing:
         return 0
     folder = kernel_folder.choose().folder
@@ -66,14 +73,34 @@ def compile_missing(sets: Sequence[KernelSet]) -> int:
     return len(missing)
 
 
-def take_part() -> None:
-    """Compile as one of the other processes: the sets are the argument, the pipe is stdin."""
+def take_part(described: bytes, parent: int) -> None:
+    """Compile as one of the other processes, while the one that started it lives.
+
+    The pipe is stdin.
+
+    Args:
+        described: the sets, as JSON.
+        parent: the pid of that process.
+    """
     from paramserve import kernel_cache
 
-    pairs = _pairs(msgspec.json.decode(sys.argv[1], type=list[KernelSet]))
+    pairs = _pairs(msgspec.json.decode(described, type=list[KernelSet]))
     with open(0, "rb", buffering=0, closefd=False) as queue:
         for number in _numbers(queue):
+            if os.getppid() != parent:
+                return
             kernel_cache.load(dict([pairs[number]]))
+
+
+def missing(sets: Sequence[KernelSet]) -> int:
+    """How many of these kernels no folder has."""
+    return len(_missing(_pairs(sets)))
+
+
+def _missing(pairs: Sequence[tuple[Kernel, Signature]]) -> list[int]:
+    from paramserve import kernel_cache
+
+    return [at for at, pair in enumerate(pairs) if not kernel_cache.compiled(dict([pair]))]
 
 
 def _pairs(sets: Sequence[KernelSet]) -> list[tuple[Kernel, Signature]]:
@@ -85,6 +112,8 @@ def _pairs(sets: Sequence[KernelSet]) -> list[tuple[Kernel, Signature]]:
 def _queue(numbers: Sequence[int]) -> Iterator[IO[bytes]]:
     """A pipe with these numbers, which ends behind them."""
     reader, writer = os.pipe()
+    # A fork of this process by another thread may keep the writer: an empty pipe is the end, too.
+    os.set_blocking(reader, False)
     with open(reader, "rb", buffering=0) as queue:
         with open(writer, "wb", buffering=0) as end:
             end.write(b"".join(each.to_bytes(_NUMBER_BYTES, "big") for each in numbers))
@@ -100,20 +129,19 @@ def _numbers(queue: IO[bytes]) -> Iterator[int]:
 def _others(sets: Sequence[KernelSet], count: int, queue: IO[bytes]) -> Iterator[None]:
     """So many other processes that compile meanwhile. They are ended where the block is left early,
     and where they take too long for their last kernels."""
-    described = msgspec.json.encode(list(sets)).decode()
-    # What can be imported here can be imported there.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(count):
+        for _ in range(count if sys.executable else 0):
+            program = _PROGRAM.format(
+                path=search_path(), described=msgspec.json.encode(list(sets)), parent=os.getpid()
+            )
             with contextlib.suppress(OSError):  # no process more can be had: there is this one
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", _PROGRAM, described],
+                        [sys.executable, "-P", "-c", program],
                         stdin=queue,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.DEVNULL,
-                        env=environment,
                     )
                 )
         yield
@@ -133,25 +161,38 @@ class _Progress:
     def __init__(self, sets: Sequence[KernelSet], missing: Sequence[int], processes: int) -> None:
         self._left = list(missing)
         self._count = len(missing)
-        self._began = self._told = time.monotonic()
+        self._began = 0.0
+        """When the first kernel was compiled, which takes longer: what compiles is imported for it.
+        0.0: none was."""
+        self._told = time.monotonic()
         folder = kernel_folder.choose().folder
         where = f"in {folder}" if folder is not None else "nowhere: see `paramserve doctor`"
         what = str(sets[0]) if len(sets) == 1 else f"{len(sets)} uses"
-        told = f" in {processes} processes" if processes > 1 else ""
-        self._say(f"compiling {self._count} kernels for {what}{told}; kept {where}")
+        several = f" in up to {processes} processes" if processes > 1 else ""
+        say(f"compiling {in_words(self._count)} for {what}{several}; kept {where}")
 
     def tell(self, compiled: Callable[[int], bool]) -> None:
         """Say how far it is, and how long it may take yet, if that was not said just now."""
         now = time.monotonic()
+        if not self._began:
+            self._began = now
         if now < self._told + PROGRESS_S:
             return
         self._told = now
         self._left = [each for each in self._left if not compiled(each)]
-        done = self._count - len(self._left)
-        if done and self._left:
-            left_s = (now - self._began) / done * len(self._left)
-            self._say(f"{done} of {self._count} kernels are compiled, about {left_s:.0f} s left")
+        done, left = self._count - len(self._left), len(self._left)
+        if done > 1 and left:
+            left_s = (now - self._began) / (done - 1) * left
+            say(f"{done} of {self._count} kernels are compiled, about {left_s:.0f} s left")
 
-    @staticmethod
-    def _say(text: str) -> None:
-        print(f"paramserve: {text}", file=sys.stderr, flush=True)
+
+def say(text: str) -> None:
+    """Tell whoever waits, on stderr, if there is one that takes it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"paramserve: {text}", file=sys.stderr, flush=True)
+
+
+def in_words(count: int) -> str:
+    """So many kernels."""
+    return f"{count} kernel{'s' if count != 1 else ''}"

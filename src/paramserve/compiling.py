@@ -26,6 +26,8 @@ from paramserve.rules.rows import row_layout
 
 COMPILE_WAIT_S = 120.0
 """How long a process waits for the one that compiles, before it compiles as well."""
+SAY_S = 2.0
+"""Of that wait, before it is told."""
 _LOOK_S = 0.05
 FLOAT = np.dtype(np.float32)
 
@@ -119,8 +121,8 @@ def _needed_for_table(
 def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None, half: str | None = None) -> None:
     """Have the shared kernels, and those of a rule, ready for a dtype. Repeating costs nothing.
 
-    Where no folder has them yet this compiles for some seconds, and says so on stderr. A rule
-    that is not built in has no kernels of ours.
+    Where no folder has them yet this compiles them, for seconds, and says so on stderr. A rule that
+    is not built in has no kernels of ours.
 
     Args:
         half: in which gradients come, as `BlockSpec.half`.
@@ -169,7 +171,10 @@ def load_codecs(spec: BlockSpec | None = None) -> None:
     Args:
         spec: those of this block; None: those of all codecs.
     """
-    _load(kernel_sets.codecs_of(spec) if spec is not None else kernel_sets.EVERY_CODEC)
+    if spec is None:
+        _load(kernel_sets.EVERY_CODEC)
+    elif not codecs_loaded(spec):  # else Numba is not even imported
+        _load(kernel_sets.codecs_of(spec))
 
 
 def codecs_loaded(spec: BlockSpec) -> bool:
@@ -201,8 +206,9 @@ def compile_all() -> int:
     """Compile every kernel that no folder has yet; how many these were."""
     from paramserve import compilers
 
-    with _local, _one_process():
-        return compilers.compile_missing(kernel_sets.every())
+    sets = kernel_sets.every()
+    with _local, _one_process(lambda: compilers.missing(sets) == 0):
+        return compilers.compile_missing(sets)
 
 
 def _load(wanted: KernelSet) -> None:
@@ -214,23 +220,35 @@ def _load(wanted: KernelSet) -> None:
     with _local:
         kernels = wanted.kernels()
         if not kernel_cache.compiled(kernels):
-            with _one_process():
+            with _one_process(lambda: kernel_cache.compiled(kernels)):
                 compilers.compile_missing([wanted])
         kernel_cache.load(kernels)
         _loaded.add(wanted.key)
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
+def _one_process(compiled: Callable[[], bool]) -> Iterator[None]:
+    """Wait until no other process compiles, or what is needed is there.
+
+    Args:
+        compiled: whether it is.
+    """
+    from paramserve.compilers import say
+
     # A lock on a source file that every process has: nothing is created and nothing is left. Any
     # user who may read the file can hold it, so the wait has an end. Two that compile at a time
     # write the same files, each in one step.
-    deadline = time.monotonic() + COMPILE_WAIT_S
+    began, silent = time.monotonic(), True
     with open(__file__, "rb") as file:
-        while time.monotonic() < deadline:
+        while time.monotonic() < began + COMPILE_WAIT_S:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(_LOOK_S)
+                if compiled():
+                    break
+            if silent and time.monotonic() > began + SAY_S:
+                silent = False
+                say(f"waiting for another process that compiles, {COMPILE_WAIT_S:.0f} s at most")
+            time.sleep(_LOOK_S)
         yield

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from paramserve.kernel_cache import Kernels
 
 FLOAT = np.dtype(np.float32)
+OTHER = "of others"
+"""Stands for each codec that is not built in."""
 Part = Literal["dense", "half", "table", "routing", "index", "text", "codecs", "row codecs"]
 
 
@@ -107,13 +109,16 @@ def table(rule: Rule, dtype: str) -> KernelSet:
 def codecs_of(block: BlockSpec) -> KernelSet:
     """What the codecs of a block call."""
     given = [each for each in (block.push, block.pull) if each is not None]
-    names = sorted({name for each in given for name in names_in(each)})
+    # A name that is not built in comes from a peer, and says nothing of kernels.
+    names = sorted(
+        {n if n in compiled_codecs.ON_TENSORS else OTHER for each in given for n in names_in(each)}
+    )
     return KernelSet("codecs" if block.table is None else "row codecs", tuple(names))
 
 
 def every() -> list[KernelSet]:
     """All that this version can need, for what is built in."""
-    found = [ROUTING, INDEX, TEXT, EVERY_CODEC]
+    found = [ROUTING, INDEX, TEXT, EVERY_CODEC, KernelSet("table", (FLOAT.name,))]
     for rule in _rules():
         if not rule.whole_rows:
             found += [dense(dtype, rule) for dtype in compiled().DTYPES]

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -68,6 +69,19 @@ with compilers._queue([1, 0]) as queue, compilers._others([wanted], 1, queue):
 print(2.0 if kernel_cache.compiled(wanted.kernels()) else 0.0, known)
 """
 
+ORPHAN = """
+import os, sys, time
+from paramserve import compilers, kernel_cache
+from paramserve.kernel_sets import EVERY_CODEC
+pairs = compilers._pairs([EVERY_CODEC])
+known = kernel_cache.compiled(EVERY_CODEC.kernels())
+with compilers._queue([*range(len(pairs))]) as queue:
+    os.dup2(queue.fileno(), 0)
+    compilers.take_part(compilers.msgspec.json.encode([EVERY_CODEC]), os.getppid() + 1)
+    assert len(queue.read(100)) == 2 * (len(pairs) - 1), "it went on without the one it works for"
+print(2.0, known)
+"""
+
 FULL = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -85,11 +99,13 @@ class Package:
         self.folder, self.rules = folder, folder / "paramserve" / "rules"
         self.cache = folder / "paramserve" / "__pycache__"
 
-    def run(self, program: str = PROGRAM, **environment: str) -> tuple[float, bool]:
+    def run(
+        self, program: str = PROGRAM, options: Sequence[str] = (), **environment: str
+    ) -> tuple[float, bool]:
         """What the kernel makes of 1, and whether it was compiled for that."""
         code = f"import sys; sys.path.insert(0, {str(self.folder)!r})\n{program}"
         run = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, *options, "-c", code],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
@@ -159,6 +175,23 @@ def test_kernel_is_found_in_every_folder_that_is_trusted(package: Package, tmp_p
 def test_another_process_compiles_what_it_takes_from_the_queue(package: Package) -> None:
     assert package.run(ELSEWHERE) == (2.0, True)
     assert package.run(ELSEWHERE) == (2.0, False)
+
+
+def test_process_that_compiles_ends_with_the_one_that_started_it(package: Package) -> None:
+    assert package.run(ORPHAN) == (2.0, True)
+
+
+def test_process_that_compiles_imports_nothing_from_where_it_was_started(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other users may write to a working folder such as /tmp."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("msgspec", "numpy", "paramserve"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'w')\n")
+    monkeypatch.chdir(here)
+    assert package.run(ELSEWHERE, options=["-P"]) == (2.0, True)
+    assert not (tmp_path / "taken").exists()
 
 
 def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:

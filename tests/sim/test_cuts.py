@@ -63,6 +63,7 @@ def test_seed_where_a_client_says_goodbye_behind_steps_that_a_cut_has_stopped() 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["async", "sync"])
 def test_many_seeds_with_clients_that_come_and_go_keep_every_invariant(policy: str) -> None:
     for seed in range(SEEDS, MANY):

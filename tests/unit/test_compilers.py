@@ -4,19 +4,24 @@ does."""
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from paramserve import compilers, kernel_cache, kernel_folder
+from paramserve.codecs.compiled import codec_kernels
 from paramserve.compilers import compile_missing
+from paramserve.core.table.compiled import kernels as store_kernels
 from paramserve.kernel_sets import INDEX, KernelSet, every
+from paramserve.rules.compiled import compiled_rows
 
 SET = KernelSet("codecs", ("BFloat16", "TopK"))
 KERNELS = ["to_bfloat16", "from_bfloat16", "choose_largest", "to_gaps", "from_gaps"]
-TAKES_ONE = "import os, sys, time; os.read(0, 2); "
+TAKES_ONE = "import os, sys, time; os.read(0, 2); {}  # {{path}} {{described}} {{parent}}"
 
 
 class Here:
@@ -67,7 +72,7 @@ def test_what_others_took_and_did_not_compile_is_compiled_here(
     others: list[subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compilers, "_PROGRAM", TAKES_ONE + program)
+    monkeypatch.setattr(compilers, "_PROGRAM", TAKES_ONE.format(program))
     monkeypatch.setattr(compilers, "LAST_S", 0.3)
     assert compile_missing([SET]) == 5
     assert sorted(here.compiled) == sorted(KERNELS)
@@ -77,7 +82,7 @@ def test_what_others_took_and_did_not_compile_is_compiled_here(
 def test_interrupt_ends_the_other_processes(
     here: Here, others: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilers, "_PROGRAM", TAKES_ONE + "time.sleep(60)")
+    monkeypatch.setattr(compilers, "_PROGRAM", TAKES_ONE.format("time.sleep(60)"))
     here.fails = True
     with pytest.raises(KeyboardInterrupt):
         compile_missing([SET])
@@ -116,19 +121,48 @@ def test_lines_tell_what_is_compiled_and_how_long_it_may_take_yet(
     monkeypatch.setattr("paramserve.compilers.time.monotonic", lambda: now[0])
     load: Callable[[kernel_cache.Kernels], None] = here.load
 
-    def takes_a_second(kernels: kernel_cache.Kernels) -> None:
+    def takes_its_time(kernels: kernel_cache.Kernels) -> None:
         load(kernels)
-        now[0] += 1.0
+        now[0] += 1.5
 
-    monkeypatch.setattr(kernel_cache, "load", takes_a_second)
+    monkeypatch.setattr(kernel_cache, "load", takes_its_time)
     monkeypatch.setattr(compilers, "KERNELS_EACH_MIN", 6)
     compile_missing([SET])
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("paramserve: compiling 5 kernels for codecs BFloat16 TopK; kept in /")
     assert lines == [
-        "paramserve: 2 of 5 kernels are compiled, about 3 s left",
-        "paramserve: 4 of 5 kernels are compiled, about 1 s left",
+        "paramserve: 2 of 5 kernels are compiled, about 4 s left",
+        "paramserve: 4 of 5 kernels are compiled, about 2 s left",
     ]
+
+
+def test_nobody_has_to_take_the_lines(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind `| head -1`, or with the stream closed."""
+
+    class Gone:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    for stream in (Gone(), None):
+        here.compiled = []
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert compile_missing([SET]) == 5
+
+
+def test_path_of_modules_may_have_entries_that_are_no_strings(
+    here: Here, others: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("src"), "a:b"])
+    monkeypatch.setattr(compilers, "LAST_S", 0.0)
+    assert compile_missing([SET]) == 5
+    assert len(others) == 2
+
+
+def test_kernels_of_every_module_are_in_a_set() -> None:
+    """Else `paramserve warm` would leave them out; tables with rules of one's own need copies."""
+    known = {pair for each in every() for pair in each.kernels().items()}
+    assert {*compiled_rows().copies().items()} < known
+    assert {*store_kernels().items(), *codec_kernels().KERNELS.items()} < known
 
 
 def test_kernels_of_several_sets_are_compiled_once(here: Here) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -81,10 +83,35 @@ def test_one_process_compiles_while_others_wait(
 
 
 def test_lock_that_another_user_keeps_delays_loading_and_no_more(
-    loads: list[int], monkeypatch: pytest.MonkeyPatch
+    loads: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compiling, "COMPILE_WAIT_S", 0.05)
+    monkeypatch.setattr(compiling, "COMPILE_WAIT_S", 0.3)
+    monkeypatch.setattr(compiling, "SAY_S", 0.1)
     with open(compiling.__file__, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         load_kernels(F4, Add())
     assert len(loads) == 1
+    told = "paramserve: waiting for another process that compiles, 0 s at most\n"
+    assert capsys.readouterr().err == told
+
+
+def test_wait_ends_when_the_other_process_has_compiled_what_is_needed(
+    loads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, False, True])
+    monkeypatch.setattr(kernel_cache, "compiled", lambda kernels: next(answers))
+    with open(compiling.__file__, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        load_kernels(F4, Add())  # within the time limit of this test
+    assert len(loads) == 1
+
+
+def test_client_that_needs_no_codec_does_without_numba() -> None:
+    code = """
+import sys
+from paramserve.compiling import load_codecs
+from paramserve.messages import BlockSpec
+load_codecs(BlockSpec(0, 0, "g", "float32", None, (), (0, 0)))
+assert "numba" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

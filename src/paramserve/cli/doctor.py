@@ -166,12 +166,13 @@ def _loopback() -> Finding:
 
 def _kernels() -> Finding:
     """Where compiled kernels are kept."""
-    folder, refused, _ = kernel_folder.choose()
+    folder, refused, trusted = kernel_folder.choose()
     because = "".join(f"; not in {each}" for each in refused)
     own = f"set {kernel_folder.VARIABLE} to a folder that only this user can write to"
     if folder is None:
-        advice = f"each run, and each process of a cluster, compiles anew, for seconds: {own}"
-        return Finding("kernel cache", "slower", f"none{because}", advice)
+        advice = f"what is not compiled yet, each run and process compiles anew, for seconds: {own}"
+        read = f", read from {' and '.join(map(str, trusted))}" if trusted else ""
+        return Finding("kernel cache", "slower", f"none to write to{because}{read}", advice)
     if kernel_folder.VARIABLE in os.environ and refused:
         return Finding("kernel cache", "differs", f"{folder}{because}", own)
     return Finding("kernel cache", "ok", str(folder))

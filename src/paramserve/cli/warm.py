@@ -18,16 +18,22 @@ def warm() -> None:
     version and this type of processor: on another one it is compiled again. An image for several
     types sets NUMBA_CPU_NAME=x86-64-v3 and NUMBA_CPU_FEATURES="", here and where it runs.
     """
+    from paramserve.compilers import in_words, missing
     from paramserve.compiling import compile_all
+    from paramserve.kernel_sets import every
 
-    folder, refused, _ = kernel_folder.choose()
+    folder, refused, trusted = kernel_folder.choose()
+    left = missing(every())
+    if not left:
+        click.echo(f"paramserve: every kernel is compiled, in {' or '.join(map(str, trusted))}")
+        return
     if folder is None:
         raise ParamServeError(
-            f"no kernel was compiled, as none would be kept: not in {'; not in '.join(refused)}",
+            f"{in_words(left)} not compiled, as none would be kept: not in "
+            + "; not in ".join(refused),
             fix=f"set {kernel_folder.VARIABLE} to a folder that only this user can write to",
         )
     began = time.monotonic()
     count = compile_all()
     took_s = time.monotonic() - began
-    told = f"{count} kernels were compiled in {took_s:.0f} s" if count else "all are compiled"
-    click.echo(f"paramserve: {told}; kernels are kept in {folder}")
+    click.echo(f"paramserve: {in_words(count)} compiled in {took_s:.0f} s, kept in {folder}")

@@ -193,6 +193,8 @@ def check_registered(classes: Iterable[Any], option: str = "rules=") -> Mapping[
     """
     found: dict[str, type[Codec]] = {}
     for kind in classes:
+        if kind in BUILT_IN.values():
+            raise TypeError(f"{option}: {kind.__name__!r} is built in: leave it out")
         if not (isinstance(kind, type) and issubclass(kind, CustomCodec)):
             raise TypeError(f"{option} takes classes that derive from ps.CustomCodec, not {kind!r}")
         name = kind.__name__

@@ -42,6 +42,8 @@ TABLE_POLICY = policy_spec(Async())
 """Of a table that was defined without one, where the cluster's is not for tables."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
+DIMENSIONS_MAX = 64
+"""As numpy has it."""
 ELEMENTS_MAX = 1 << 48
 """Elements in one block: more could not be encoded, whatever the memory."""
 LINKED_MAX = 4 * PIECES_MAX
@@ -448,6 +450,8 @@ def _check(call: PlaceBlock) -> None:
         wrong = f"a table needs a rule, its own name for its group, and a dim from 1 to {DIM_MAX}"
     elif any(length < 0 for piece in call.pieces for length in piece.shape):
         wrong = "a negative length in a shape"
+    elif any(len(piece.shape) > DIMENSIONS_MAX for piece in call.pieces):
+        wrong = f"a tensor of more than {DIMENSIONS_MAX} dimensions"
     elif (size := size_of(call.pieces)) > ELEMENTS_MAX:
         wrong = f"tensors of {size} elements in one block, allowed are {ELEMENTS_MAX}"
     else:

@@ -67,7 +67,7 @@ class Checkpoint:
             not, it trains on: the live view and the result tell of it, and the next one is tried.
         on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
             newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
-            with the error.
+            with the error. Of `run` and `start`: servers of `serve` are started again by others.
     Raises:
         ValueError, TypeError: an argument is of another kind, or too small.
     """

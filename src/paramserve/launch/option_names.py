@@ -15,12 +15,18 @@ MOVED: Mapping[str, str] = MappingProxyType(
     {
         "policies": "rules=[MyPolicy]",
         "codecs": "rules=[MyCodec]",
+    }
+)
+"""By its name of before: how an option is written now."""
+MOVED_OF_RUNS: Mapping[str, str] = MappingProxyType(
+    {
+        **MOVED,
         "threads_per_worker": "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
         "on_server_death": "checkpoint=ps.Checkpoint(path, on_server_death=...)",
         "show_rank": "engine=ps.Local(show_rank=...)",
     }
 )
-"""By its name of before: how an option is written now."""
+"""Likewise, of `run` and `start`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,8 +62,7 @@ def _instead(name: str, known: Sequence[str]) -> str:
     trains = known[0] == "train"
     if name == "show" and trains:  # of `run`
         return ": paramserve.observe.watch(job) shows how far a job is"
-    moved = MOVED.get(name, "")
-    if moved.partition("=")[0] in known:
+    if moved := (MOVED_OF_RUNS if trains else MOVED).get(name):
         return f": write {moved}"
     if (meant := did_you_mean(name, known)) or not trains:
         return meant

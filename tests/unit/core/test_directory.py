@@ -51,6 +51,8 @@ def test_place_first_one_defines_and_others_wait() -> None:
     ("shapes", "told"),
     [
         ([(3, -1)], "negative length"),
+        ([(1 << 62,) * 240], "more than 64 dimensions"),
+        ([(1,) * 65], "more than 64 dimensions"),
         ([(1, 1 << 63, 5)], f"{5 << 63} elements in one block, allowed are {1 << 48}"),
         ([(1 << 47,), (1 << 47,), (1,)], f"{(1 << 48) + 1} elements"),
     ],

@@ -170,11 +170,11 @@ BEGINS: dict[str, Callable[..., object]] = {
                 "checkpoint=ps.Checkpoint(path, on_server_death=...)",
                 "run start",
             ),
-            ("show_rank", "engine=ps.Local(show_rank=...)", "run start Cluster"),
+            ("show_rank", "engine=ps.Local(show_rank=...)", "run start"),
             (
                 "threads_per_worker",
                 "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
-                "run start Cluster",
+                "run start",
             ),
         )
         for called in all_called.split()
