@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tests.ray.nodes import ray_cluster as ray_cluster  # fixtures: one cluster for all suites
 from tests.ray.nodes import ray_nodes as ray_nodes
+from tests.seconds import Seconds
 
 GRACE_S = 3.0
 """Children that end by themselves may take this long after the last test."""
@@ -21,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Seconds())
 
 
 def pytest_collection_finish() -> None:
