@@ -639,7 +639,10 @@ class Steps(ClientClocks):
         # join before it executes that one would never answer it. And the step needs its room.
         self.waits.until(self._exchange.settle, "join", None, limit_s)
         self.membership.asks(joining)
-        message = JoinGroup(0, block.group, tuple(each.group for each in joining.others))
+        others = tuple(each.group for each in joining.others)
+        names = [each.group_name for each in (block, *joining.others)] if others else ()
+        clocks = tuple(self.clocks.get(name, 0) for name in names)
+        message = JoinGroup(0, block.group, others, clocks)
         requests = [message] * self._shards
         # Within a call: what became of its entry's step is told with the call's tickets.
         replies = done(self.finish("join", requests, limit_s, (), begins=not joining.follows))

@@ -3,7 +3,7 @@
 A rank that steps several groups joins the first one, its *entry*, by itself. In the others, which
 follow, it becomes a member when it has ended its first clock of the entry, where members are that
 have ended the same clock there: else it waits in one group for a member that waits for it in
-another.
+another. A restarted rank may be there already: then it stays a member, at its own clock.
 
 Where the entry's gradients are collected, those are the members of the clock that was decided.
 Elsewhere members may be further on, or not as far. All step their groups in turn, so where one of
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from paramserve.core.events import Enter
 from paramserve.core.group_state import GroupState
 from paramserve.core.shard_sessions import Round, ShardSession
+from paramserve.messages import JoinGroup
 
 StateOf = Callable[[int], GroupState | None]
 """The group of a number; None: it is not defined here."""
@@ -49,11 +50,36 @@ class Followers:
         self._state_of = state_of
         self._session_of = session_of
 
-    def begin(self, rank: int, client: int, seq: int, group: int, others: tuple[int, ...]) -> None:
-        """A client joins a group with this request, and others are to follow."""
-        self.leave(rank, group)
+    def begin(self, rank: int, client: int, message: JoinGroup) -> list[int]:
+        """A client joins a group, and others are to follow: those of them in which the rank is a
+        member and stays one, since it is where others are in their round of groups."""
+        self.leave(rank, message.group)
+        entry = self._state_of(message.group)
+        clock, *clocks = message.clocks or (0,)
+        stays = [
+            number
+            for number, own in zip(message.others, clocks, strict=False)
+            if entry is not None and self._in_round(entry, number, rank, clock, own)
+        ]
+        others = tuple(each for each in message.others if each not in stays)
         if others:
-            self.joiners[rank] = Joiner(client, seq, group, others)
+            self.joiners[rank] = Joiner(client, message.seq, message.group, others)
+        return stays
+
+    def _in_round(self, entry: GroupState, number: int, rank: int, clock: int, own: int) -> bool:
+        """Whether a member of the entry is as far in another group as members will be that end its
+        next clock of the entry: it waits in none of them for one that waits for it.
+
+        Args:
+            clock: of the entry, which it is to end.
+            own: its clock of the other group.
+        """
+        other = self._state_of(number)
+        if other is None or not (rank in entry.clocks and rank in other.clocks):
+            return False
+        if entry.collects or other.collects:
+            return False
+        return self._where(entry, other, rank, clock + 1, collects=False) == own
 
     def leave(self, rank: int, group: int) -> None:
         """A rank suspends its membership of a group, or joins it: of its entry, or of one that

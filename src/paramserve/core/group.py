@@ -412,20 +412,23 @@ class GroupMachine:
             place: where members are that are as far as the rank in another group.
         """
         state, rank, seq = self.state, session.rank, request.message.seq
-        by = state.members.joined.get(rank)
-        if by is not None and by.client == session.client and rank in state.clocks:
-            at = state.clocks[rank]
-            if session.ticks.get(state.id, 0) < by.seq:
-                at = by.clock
-            return self._answer_join(session, seq, at, place)
-        own = state.members.clock_of(rank, state.start)
-        clock = own if place is None else max(own, place.at)
-        self.join_rank(rank, session.client, seq, now, clock)
-        if not state.members.knows(rank, session.client, seq, member=True):
-            self.hold(session, request)
-            return None
         members = state.members
-        return self._answer_join(session, seq, members.clock_of(rank, state.start), place)
+        by = members.joined.get(rank)
+        if by is None or by.client != session.client or rank not in members.clocks:
+            clock = members.clock_of(rank, state.start)
+            if place is not None:
+                clock = max(clock, place.at)
+            elif by is not None and rank in members.clocks and not state.collects:
+                clock = by.clock  # it goes on at its own, which may be another one elsewhere
+            self.join_rank(rank, session.client, seq, now, clock)
+            if not members.knows(rank, session.client, seq, member=True):
+                self.hold(session, request)
+                return None
+            by = members.joined.get(rank)
+        at = members.clock_of(rank, state.start)
+        if by is not None and rank in members.clocks and session.ticks.get(state.id, 0) < by.seq:
+            at = by.clock
+        return self._answer_join(session, seq, at, place)
 
     def _answer_join(self, session: ShardSession, seq: int, at: int, place: Round | None) -> Answer:
         state, ahead = self.state, 0 if place is None else at - place.at
@@ -440,20 +443,25 @@ class GroupMachine:
         """A rank is to be no member any more; None: it waits for the lead."""
         state, rank, seq = self.state, session.rank, request.message.seq
         self.suspend_rank(rank, session.client, seq, now)
-        if not self.is_out(rank, session.client, seq):
+        if not self.is_settled(rank, session.client, seq):
             self.hold(session, request)
             return None
         return Answer(Done(seq, state.version, state.members.slowest))
 
-    def is_out(self, rank: int, client: int, seq: int) -> bool:
-        """Whether a rank is known to be no member since a client's request, or to have joined."""
+    def is_settled(self, rank: int, client: int, seq: int) -> bool:
+        """Whether a rank is known to be no member since a client's request, or to be one by it or
+        a later one."""
         members = self.state.members
-        return rank not in members.clocks or members.knows(rank, client, seq, member=False)
+        return rank not in members.clocks or members.knows(rank, client, seq, member=True)
 
     def join_rank(self, rank: int, client: int, seq: int, now: float, clock: int) -> None:
         """On the lead shard, make a rank a member from a clock on."""
         self.state.now = now
         self.membership.join(rank, client, seq, clock)
+
+    def keep_rank(self, rank: int, client: int, seq: int, now: float) -> None:
+        """On the lead shard, let a member go on by this request, at its own clock."""
+        self.join_rank(rank, client, seq, now, self.state.members.joined[rank].clock)
 
     def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, end a rank's membership."""

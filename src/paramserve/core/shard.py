@@ -769,23 +769,25 @@ class Shard:
         return Answer(Done(message.seq, state.version))
 
     def _join(self, session: ShardSession, request: Request, message: JoinGroup) -> Answer | None:
-        """Make a rank a member of a group, once it is known here as none of the groups that follow;
+        """Make a rank a member of a group, once it is known here whether it is one of the others;
         None: a decision about that is on its way."""
         machine = self._group(message.group)
         others = [self.groups[each] for each in message.others if each in self.groups]
         rank, client = session.rank, session.client
         if session.done is None:  # else it was held
             machine.check_join(session)
-            if self.decisions.leads:
-                self.followers.begin(rank, client, message.seq, message.group, message.others)
+            stays = self.followers.begin(rank, client, message) if self.decisions.leads else ()
             session.done = Done(message.seq)
             if message.others:
                 self.sessions.break_call(rank)
             for other in others:
                 session.rounds.pop(other.state.id, None)
-                other.suspend_rank(rank, client, message.seq, self._now)
+                if other.state.id in stays:
+                    other.keep_rank(rank, client, message.seq, self._now)
+                else:
+                    other.suspend_rank(rank, client, message.seq, self._now)
         for other in others:
-            if not other.is_out(rank, client, message.seq):
+            if not other.is_settled(rank, client, message.seq):
                 other.hold(session, request)
                 return None
         place = None

@@ -159,11 +159,15 @@ class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):
     that have stepped this one as often (`core.followers`). So it begins where the others are in
     their round of groups, and no group's members wait for it while it waits in another one. Before
     it steps such a group it joins it, without `others`: the answer comes when it is a member.
+
+    `clocks`: the rank's clocks of this group and of `others`, in their order, as its client knows
+    them. A restarted rank stays a member, at its own clock, where it is as far as those by them.
     """
 
     seq: int
     group: int
     others: tuple[int, ...] = ()
+    clocks: tuple[int, ...] = ()
 
 
 class SuspendMembership(Struct, frozen=True, array_like=True, tag="suspend"):

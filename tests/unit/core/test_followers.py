@@ -241,3 +241,64 @@ def test_newer_incarnation_forgets_what_followed_for_the_older_one() -> None:
     one.join(9, 7, incarnation=2)
     assert one.shards[0].followers.joiners == {}
     assert one.shards[0].groups[ENTRY].state.members.joined[7] == JoinedBy(JOINER, 1, 0)
+
+
+RESTARTED = 9
+"""The client of rank 1's second incarnation."""
+
+
+def restarted(*last: int, shards: int = 1) -> Rig:
+    """Rank 1 has ended with these steps of its third round, and its next incarnation has come; rank
+    0 is two rounds further on."""
+    one = two_groups(BoundedStaleness(2), workers=2, shards=shards)
+    for shard in range(shards):
+        for client, steps in ((OTHER, (*2 * (ENTRY, FOLLOWS), *last)), (FIRST, None)):
+            at = {ENTRY: 0, FOLLOWS: 0}
+            for group in steps if steps is not None else 4 * (ENTRY, FOLLOWS):
+                one.step(client, {group: [1.0]}, shard=shard, group=group, clock=at[group])
+                at[group] += 1
+    one.join(RESTARTED, 1, incarnation=2)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("last", "entry", "follows"), [((), ENTRY, FOLLOWS), ((ENTRY,), FOLLOWS, ENTRY)]
+)
+def test_restarted_rank_that_is_in_its_round_goes_on_at_its_own_clocks(
+    last: tuple[int, ...], entry: int, follows: int
+) -> None:
+    """It steps the groups in turn, and ends with neither. Rank 0 goes on in between."""
+    one = restarted(*last)
+    before = clocks(one, 1)
+    own = {ENTRY: 2 + len(last), FOLLOWS: 2}
+    again = JoinGroup(0, entry, others=(follows,), clocks=(own[entry], own[follows]))
+    assert done(one.send(RESTARTED, again)).at <= own[entry]
+    assert clocks(one, 1) == before, "a member of both, at its own clocks"
+    one.step(RESTARTED, {entry: [1.0]}, group=entry, clock=own[entry])
+    one.step(FIRST, {ENTRY: [1.0]}, group=ENTRY, clock=4)
+    answer = done(one.send(RESTARTED, JoinGroup(0, follows)))
+    assert answer.at <= own[follows]
+    assert answer.counts == (), "each of its steps ends a clock"
+    one.step(RESTARTED, {follows: [1.0]}, group=follows, clock=own[follows])
+    assert clocks(one, 1) == [3 + len(last), 3]
+
+
+def test_restarted_rank_that_ended_between_two_groups_follows_into_the_second_one() -> None:
+    """Else it waits in the first one for others that wait for it in the second one."""
+    one = restarted(ENTRY)
+    one.send(RESTARTED, JoinGroup(0, ENTRY, others=(FOLLOWS,), clocks=(3, 2)))
+    assert clocks(one, 1) == [3, None]
+
+
+def test_restarted_rank_goes_on_at_its_own_clocks_on_each_shard() -> None:
+    """It repeats what one of them has not had of its predecessor."""
+    one = restarted(shards=2)
+    for group in (ENTRY, FOLLOWS):
+        one.shards[0].groups[group].state.members.ticked(1, 2)
+    assert [clocks(one, 1, shard) for shard in (0, 1)] == [[3, 3], [2, 2]]
+    again = JoinGroup(0, ENTRY, others=(FOLLOWS,), clocks=(2, 2))
+    for shard in (0, 1):
+        one.send(RESTARTED, again, shard)
+    one.deliver()
+    assert [one.answers(RESTARTED, shard)[-1].at <= 2 for shard in (0, 1)] == [True, True]
+    assert [clocks(one, 1, shard) for shard in (0, 1)] == [[3, 3], [2, 2]]
