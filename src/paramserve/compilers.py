@@ -19,6 +19,7 @@ import msgspec
 from paramserve import kernel_folder
 from paramserve.engine.prepared import search_path
 from paramserve.kernel_sets import KernelSet
+from paramserve.logs import write_line
 from paramserve.machine import cores
 
 if TYPE_CHECKING:
@@ -156,41 +157,36 @@ def _others(sets: Sequence[KernelSet], count: int, queue: IO[bytes]) -> Iterator
 
 
 class _Progress:
-    """What is said while kernels are compiled."""
+    """What is written while kernels are compiled."""
 
     def __init__(self, sets: Sequence[KernelSet], missing: Sequence[int], processes: int) -> None:
-        self._left = list(missing)
+        self._missing = list(missing)
         self._count = len(missing)
-        self._began = 0.0
-        """When the first kernel was compiled, which takes longer: what compiles is imported for it.
-        0.0: none was."""
-        self._told = time.monotonic()
+        self._begin: tuple[float, int] | None = None
+        """When this process had compiled its first kernel, which takes longer as what compiles is
+        imported for it, and how many there were then."""
+        self._written_at = time.monotonic()
         folder = kernel_folder.choose().folder
         where = f"in {folder}" if folder is not None else "nowhere: see `paramserve doctor`"
         what = str(sets[0]) if len(sets) == 1 else f"{len(sets)} uses"
         several = f" in up to {processes} processes" if processes > 1 else ""
-        say(f"compiling {in_words(self._count)} for {what}{several}; kept {where}")
+        write_line(f"compiling {in_words(self._count)} for {what}{several}; kept {where}")
 
     def tell(self, compiled: Callable[[int], bool]) -> None:
-        """Say how far it is, and how long it may take yet, if that was not said just now."""
+        """Write how far it is, and how long it may take yet, if that was not written just now."""
         now = time.monotonic()
-        if not self._began:
-            self._began = now
-        if now < self._told + PROGRESS_S:
+        if self._begin is not None and now < self._written_at + PROGRESS_S:
             return
-        self._told = now
-        self._left = [each for each in self._left if not compiled(each)]
-        done, left = self._count - len(self._left), len(self._left)
-        if done > 1 and left:
-            left_s = (now - self._began) / (done - 1) * left
-            say(f"{done} of {self._count} kernels are compiled, about {left_s:.0f} s left")
-
-
-def say(text: str) -> None:
-    """Tell whoever waits, on stderr, if there is one that takes it."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            print(f"paramserve: {text}", file=sys.stderr, flush=True)
+        self._missing = [each for each in self._missing if not compiled(each)]
+        done, remaining = self._count - len(self._missing), len(self._missing)
+        if self._begin is None:
+            self._begin = now, done
+            return
+        self._written_at = now
+        began, before = self._begin
+        if done > before and remaining:
+            wait_s = (now - began) / (done - before) * remaining
+            write_line(f"{done} of {self._count} kernels are compiled, about {wait_s:.0f} s left")
 
 
 def in_words(count: int) -> str:

@@ -17,6 +17,7 @@ from paramserve.config import RuleSpec
 from paramserve.core.partition import DTYPES, HALVES
 from paramserve.errors import ParamServeError
 from paramserve.kernel_sets import KernelSet
+from paramserve.logs import write_line
 from paramserve.messages import BlockSpec, TableSpec
 from paramserve.rules.base import Rule
 from paramserve.rules.compiled import compiled
@@ -233,8 +234,6 @@ def _one_process(compiled: Callable[[], bool]) -> Iterator[None]:
     Args:
         compiled: whether it is.
     """
-    from paramserve.compilers import say
-
     # A lock on a source file that every process has: nothing is created and nothing is left. Any
     # user who may read the file can hold it, so the wait has an end. Two that compile at a time
     # write the same files, each in one step.
@@ -249,6 +248,7 @@ def _one_process(compiled: Callable[[], bool]) -> Iterator[None]:
                     break
             if silent and time.monotonic() > began + SAY_S:
                 silent = False
-                say(f"waiting for another process that compiles, {COMPILE_WAIT_S:.0f} s at most")
+                limit = f"{COMPILE_WAIT_S:.0f} s at most"
+                write_line(f"waiting for another process that compiles, {limit}")
             time.sleep(_LOOK_S)
         yield

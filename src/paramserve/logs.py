@@ -1,4 +1,5 @@
-"""Events in the log: what each one is called, and a formatter that writes one JSON object a line.
+"""Events in the log: what each one is called, and a formatter that writes one JSON object a line;
+and lines on standard error for the person who waits.
 
 All of paramserve logs to the logger "paramserve". A line about an event carries the event's name
 and what it is about (`event`), beside the message for people.
@@ -6,8 +7,10 @@ and what it is about (`event`), beside the message for people.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -160,3 +163,10 @@ def _utc(seconds: float) -> str:
     """Such as 2026-11-24T00:46:48.123Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
+
+
+def write_line(words: str) -> None:
+    """Write a line on standard error, in one piece: a line of progress may be there."""
+    if sys.stderr is not None:  # else print would take standard output
+        with contextlib.suppress(OSError, ValueError):  # the terminal is lost, the run is not
+            print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)

@@ -31,7 +31,6 @@ from paramserve.errors import (
 from paramserve.launch.attempt import Attempt, Kept
 from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.connect import Handle
-from paramserve.launch.lines import say
 from paramserve.launch.plan import Plan
 from paramserve.launch.reading import (
     SNAPSHOT_POLL_S,
@@ -43,6 +42,7 @@ from paramserve.launch.reading import (
 )
 from paramserve.launch.result import Result, result_of, returns_of, steps_of, unpickled
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
+from paramserve.logs import write_line
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
 from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 from paramserve.observe.status import (
@@ -112,7 +112,7 @@ class Job:
         run: RunInfo | None = None,
     ) -> None:
         self._run = run
-        self._feed = feed if feed is not None else Feed((), say)
+        self._feed = feed if feed is not None else Feed((), write_line)
         self._seed = seed
         self._save_tables = save_tables
         self._load_tables = load_tables
@@ -554,7 +554,7 @@ class Job:
             yield
         except KeyboardInterrupt:
             then = "" if self._ends_with_block else GOES_ON
-            say(f"interrupted, last heard {self.status().progress()}{then}")
+            write_line(f"interrupted, last heard {self.status().progress()}{then}")
             raise
 
 
@@ -563,7 +563,7 @@ def _warn(words: str) -> None:
     try:
         warn_user(words)
     except UserWarning:
-        say(words)
+        write_line(words)
 
 
 def _warn_if_unapplied(name: str, group: GroupStatus) -> None:

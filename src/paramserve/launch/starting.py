@@ -37,7 +37,6 @@ from paramserve.launch.arguments import (
     check_weights,
 )
 from paramserve.launch.checkpoints import Checkpoint, Path, recovery_of
-from paramserve.launch.lines import say
 from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import for_servers, imports, pack
 from paramserve.launch.plan import Plan
@@ -46,6 +45,7 @@ from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
 from paramserve.launch.signals import interrupt_by_ends
 from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
+from paramserve.logs import write_line
 from paramserve.machine import cores
 from paramserve.observe.view import Show, checked, watch
 from paramserve.reporters import Feed, RunInfo, versions
@@ -256,7 +256,7 @@ def _keep(job: Job | None, interrupt: KeyboardInterrupt) -> None:
             result = job.wait()
             saved = result.checkpoints
             if saved is not None and saved.path and not saved.why:
-                say(f"the run goes on from {saved.path} with resume=True, as it is now")
+                write_line(f"the run goes on from {saved.path} with resume=True, as it is now")
     except ParamServeError as error:
         result = error.result
     except KeyboardInterrupt as second:
@@ -323,7 +323,7 @@ def _job(given: _Arguments) -> Job:
         checkpoints=recovery.plan(seed) if recovery is not None else CheckpointPlan(),
     )
     policy = repr(given.consistency) if given.consistency is not None else "Sync(reduce='mean')"
-    feed = Feed(given.report_to, say)
+    feed = Feed(given.report_to, write_line)
     resumed = recovery is not None and recovery.chosen is not None
     run = RunInfo(name, workers, given.servers, policy, seed, versions(), resumed)
     feed.open(run)

@@ -45,12 +45,12 @@ from paramserve.launch.entries import (
     timed_out,
     worker_failed,
 )
-from paramserve.launch.lines import say
 from paramserve.launch.overview import Overview
 from paramserve.launch.plan import KERNELS, Plan, directory_path
 from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Decision, Restart, Roster
 from paramserve.launch.waiting import Latch
+from paramserve.logs import write_line
 from paramserve.notices import TRAINS_ALONE, alone_so_far
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.status import by_group, trained_only
@@ -276,7 +276,7 @@ class Supervisor:
             watch.start()
             self._watched = True
             if self._recovery is not None and (begins := self._recovery.line()):
-                say(begins)
+                write_line(begins)
             self._begin()
             self._begun.set()
         except BaseException:
@@ -420,7 +420,7 @@ class Supervisor:
                     self.extra_states[told.group] = told.pickled
                 elif event.kind not in OWN_REPORTS:
                     if event.kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
-                        say(alone_so_far(key.number))
+                        write_line(alone_so_far(key.number))
                     self.reports.append((key, event.kind, event.body))
 
     def _heard_of(self, kind: str) -> bool:
@@ -435,7 +435,7 @@ class Supervisor:
         allowed = self.plan.on_worker_death
         if isinstance(allowed, Restart):
             for entry in decision.restart:
-                say(started_again(entry, allowed.times))
+                write_line(started_again(entry, allowed.times))
         self.restarts.extend(decision.restart)
         self._processes.carry_out(decision)
 
@@ -532,7 +532,9 @@ class Supervisor:
         except CheckpointError as none_left:
             raise none_left from error
         if not goes_on:
-            say(f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends")
+            write_line(
+                f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends"
+            )
             ends_despite_checkpoints(error, SAME_MAX + 1)
             return False
         groups = trained_only(by_group(self.overview.beats))
@@ -588,14 +590,14 @@ class Supervisor:
         )
         self.rollbacks.append(back)
         self._fell_at = now
-        say(back.line())
+        write_line(back.line())
 
     def _note_resumed(self, now: float) -> None:
         if self._fell_at is None:
             return
         seconds, self._fell_at = now - self._fell_at, None
         self.rollbacks[-1] = self.rollbacks[-1]._replace(seconds=seconds)
-        say(f"the workers run again, {seconds:.1f} s after that")
+        write_line(f"the workers run again, {seconds:.1f} s after that")
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -643,7 +645,7 @@ class Supervisor:
             "is killed: exit handlers are cut short. To fix: shorten them, end threads that are no "
             "daemons, or raise deadlines=ps.Deadlines(exit_s=...)"
         )
-        say(told)
+        write_line(told)
 
     def _close_clients(self) -> None:
         self._ending = True

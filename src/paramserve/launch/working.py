@@ -17,7 +17,7 @@ from paramserve.errors import (
 )
 from paramserve.launch.checkpoints import SAME_MAX
 from paramserve.launch.connect import connect, described_by
-from paramserve.launch.lines import say
+from paramserve.logs import write_line
 from paramserve.worker import Worker
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ def _joined_again(
     join: Callable[[float | None], Worker], rank: int, lost: ParamServeError, back_s: float
 ) -> Worker:
     """The worker of a cluster that has come back."""
-    say(
+    write_line(
         f"rank {rank} lost the cluster: {lost.failed}. It waits up to {back_s:.0f} s until the "
         "cluster is back, and begins again at its checkpoint"
     )
@@ -132,8 +132,8 @@ def _joined_again(
                 raise lost from None
             if silent and isinstance(error, Timeout):
                 silent = False
-                say(f"rank {rank} still waits for the cluster: {error.failed}")
+                write_line(f"rank {rank} still waits for the cluster: {error.failed}")
             time.sleep(RETRY_S)
             continue
-        say(f"rank {rank} is back, and goes on at clock {worker.clock}")
+        write_line(f"rank {rank} is back, and goes on at clock {worker.clock}")
         return worker
