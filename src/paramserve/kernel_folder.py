@@ -1,5 +1,5 @@
-"""Which folders have compiled kernels: these are read where nobody else could write them, and kept
-in the first such folder that this process can write to.
+"""Which folders have compiled kernels: these are read where no other user could write them, and
+kept in the first such folder that this process can write to.
 
 What lies there is unpickled and executed. So a folder or file is refused that belongs to another
 user than this one, root and the owner of this package, or that others may write to.
@@ -40,20 +40,20 @@ class Choice(NamedTuple):
 @cache
 def choose() -> Choice:
     """The folders for this package's kernels. The one to write to is made, and those before it."""
-    kept: Path | None = None
+    writable: Path | None = None
     refused, trusted = list[str](), list[Path]()
     for folder in _candidates():
-        why = _make(folder) if kept is None else ""
+        why = _make(folder) if writable is None else ""
         why = why or _why_untrusted(folder)
         if not why:
             trusted.append(folder)
             why = "" if os.access(folder, os.W_OK | os.X_OK) else "cannot be written to"
-        if kept is None:
+        if writable is None:
             if why:
                 refused.append(f"{folder}: {why}")
             else:
-                kept = folder
-    return Choice(kept, tuple(refused), tuple(trusted))
+                writable = folder
+    return Choice(writable, tuple(refused), tuple(trusted))
 
 
 def _candidates() -> Iterator[Path]:

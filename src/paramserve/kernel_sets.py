@@ -74,8 +74,8 @@ class KernelSet(Struct, frozen=True):
             case "codecs" | "row codecs":
                 return compiled_codecs.kernels_of(self.about, rows=self.part == "row codecs")
         modules = {"routing": routing_kernels, "index": index_kernels, "text": text_kernels}
-        found: Kernels = modules[self.part]().KERNELS
-        return found
+        kernels: Kernels = modules[self.part]().KERNELS
+        return kernels
 
     def _dense(self, dtype: np.dtype[Any]) -> Kernels:
         return {**compiled().shared(dtype), **self._of_rule(dtype)}
@@ -108,24 +108,23 @@ def table(rule: Rule, dtype: str) -> KernelSet:
 
 def codecs_of(block: BlockSpec) -> KernelSet:
     """What the codecs of a block call."""
-    given = [each for each in (block.push, block.pull) if each is not None]
+    codecs = [each for each in (block.push, block.pull) if each is not None]
     # A name that is not built in comes from a peer, and says nothing of kernels.
-    names = sorted(
-        {n if n in compiled_codecs.ON_TENSORS else OTHER for each in given for n in names_in(each)}
-    )
-    return KernelSet("codecs" if block.table is None else "row codecs", tuple(names))
+    known = compiled_codecs.ON_TENSORS
+    names = {name if name in known else OTHER for each in codecs for name in names_in(each)}
+    return KernelSet("codecs" if block.table is None else "row codecs", tuple(sorted(names)))
 
 
 def every() -> list[KernelSet]:
     """All that this version can need, for what is built in."""
-    found = [ROUTING, INDEX, TEXT, EVERY_CODEC, KernelSet("table", (FLOAT.name,))]
+    sets = [ROUTING, INDEX, TEXT, EVERY_CODEC, KernelSet("table", (FLOAT.name,))]
     for rule in _rules():
         if not rule.whole_rows:
-            found += [dense(dtype, rule) for dtype in compiled().DTYPES]
-            found += [half(name, rule) for name in HALVES]
+            sets += [dense(dtype, rule) for dtype in compiled().DTYPES]
+            sets += [half(name, rule) for name in HALVES]
         if not rule.whole_tensors:
-            found.append(table(rule, FLOAT.name))
-    return list({each.key: each for each in found}.values())
+            sets.append(table(rule, FLOAT.name))
+    return list({each.key: each for each in sets}.values())
 
 
 def _rules() -> Iterator[Any]:

@@ -23,13 +23,13 @@ def warm() -> None:
     from paramserve.kernel_sets import every
 
     folder, refused, trusted = kernel_folder.choose()
-    left = missing(every())
-    if not left:
+    count = missing(every())
+    if not count:
         click.echo(f"paramserve: every kernel is compiled, in {' or '.join(map(str, trusted))}")
         return
     if folder is None:
         raise ParamServeError(
-            f"{in_words(left)} not compiled, as none would be kept: not in "
+            f"{in_words(count)} not compiled, as none would be kept: not in "
             + "; not in ".join(refused),
             fix=f"set {kernel_folder.VARIABLE} to a folder that only this user can write to",
         )

@@ -30,6 +30,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {CHAIN: ("first", "second"), Delta.__name__: ("codec",)}
 )
 """The fields that are codecs, of those that are made of others."""
+_PARTS = {part for parts in PARTS.values() for part in parts}
 MADE_OF: Mapping[str, type[Codec]] = MappingProxyType({CHAIN: Chain, Delta.__name__: Delta})
 NONE: Mapping[str, type[Codec]] = MappingProxyType({})
 
@@ -69,7 +70,7 @@ def names_in(described: CodecSpec) -> Iterator[str]:
     """The name of a codec, and of each that it is made of."""
     yield described.name
     for option, value in described.options.items():
-        if option.rpartition(".")[2] in ("first", "second", "codec") and isinstance(value, str):
+        if option.rpartition(".")[2] in _PARTS and isinstance(value, str):
             yield value
 
 

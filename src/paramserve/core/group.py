@@ -431,11 +431,10 @@ class GroupMachine:
         return self._answer_join(session, seq, at, place)
 
     def _answer_join(self, session: ShardSession, seq: int, at: int, place: Round | None) -> Answer:
-        state, ahead = self.state, 0 if place is None else at - place.at
-        counts: tuple[int, ...] = ()
-        if place is not None and ahead > 0:
-            session.rounds[state.id] = Round(place.entry, place.clock + ahead, at, seq)
-            counts = (ahead,)
+        state, counts = self.state, tuple[int, ...]()
+        if place is not None and at > place.at:
+            counts = (at - place.at,)
+            session.rounds[state.id] = Round(place.entry, place.clock + counts[0], at, seq)
         done = Done(seq, state.version, state.members.slowest, counts=counts, at=at)
         return self._with_news(session, Answer(done))
 
@@ -443,25 +442,18 @@ class GroupMachine:
         """A rank is to be no member any more; None: it waits for the lead."""
         state, rank, seq = self.state, session.rank, request.message.seq
         self.suspend_rank(rank, session.client, seq, now)
-        if not self.is_settled(rank, session.client, seq):
+        if not state.members.is_settled(rank, session.client, seq):
             self.hold(session, request)
             return None
         return Answer(Done(seq, state.version, state.members.slowest))
 
-    def is_settled(self, rank: int, client: int, seq: int) -> bool:
-        """Whether a rank is known to be no member since a client's request, or to be one by it or
-        a later one."""
-        members = self.state.members
-        return rank not in members.clocks or members.knows(rank, client, seq, member=True)
-
-    def join_rank(self, rank: int, client: int, seq: int, now: float, clock: int) -> None:
-        """On the lead shard, make a rank a member from a clock on."""
+    def join_rank(
+        self, rank: int, client: int, seq: int, now: float, clock: int | None = None
+    ) -> None:
+        """On the lead shard, make a rank a member from a clock on; None: a member stays, at its."""
         self.state.now = now
-        self.membership.join(rank, client, seq, clock)
-
-    def keep_rank(self, rank: int, client: int, seq: int, now: float) -> None:
-        """On the lead shard, let a member go on by this request, at its own clock."""
-        self.join_rank(rank, client, seq, now, self.state.members.joined[rank].clock)
+        own = self.state.members.joined[rank].clock if clock is None else clock
+        self.membership.join(rank, client, seq, own)
 
     def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
         """On the lead shard, end a rank's membership."""

@@ -84,6 +84,11 @@ class GroupMembers:
         newest = (by.client, by.seq)
         return newest >= (client, seq) if member else newest > (client, seq)
 
+    def is_settled(self, rank: int, client: int, seq: int) -> bool:
+        """Whether a rank is known to be no member since a client's request, or to be one by it or
+        a later one."""
+        return rank not in self.clocks or self.knows(rank, client, seq, member=True)
+
     def clock_of(self, rank: int, start: int) -> int:
         """The clock of a live member, or the one at which the rank would begin."""
         return self.clocks.get(rank, max(start, self._left.get(rank, 0)))

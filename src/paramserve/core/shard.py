@@ -782,12 +782,10 @@ class Shard:
                 self.sessions.break_call(rank)
             for other in others:
                 session.rounds.pop(other.state.id, None)
-                if other.state.id in stays:
-                    other.keep_rank(rank, client, message.seq, self._now)
-                else:
-                    other.suspend_rank(rank, client, message.seq, self._now)
+                decide = other.join_rank if other.state.id in stays else other.suspend_rank
+                decide(rank, client, message.seq, self._now)
         for other in others:
-            if not other.is_settled(rank, client, message.seq):
+            if not other.state.members.is_settled(rank, client, message.seq):
                 other.hold(session, request)
                 return None
         place = None
