@@ -249,6 +249,7 @@ def test_plateau_schedule_is_one_on_all_ranks_also_after_a_restart(
         own = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = worker.optimizer(model, own)
         scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        worker.track("scheduler", scheduler)
         loader = worker.loader(TensorDataset(torch.ones(2 * STEPS, 2)), batch_size=1)
         losses, rates = [], []
         for epoch in range(EPOCHS):

@@ -488,6 +488,7 @@ def unfrozen_before(worker: ps.Worker, at: Callable[[int], None]) -> State:
     model["body"].requires_grad_(start > 2)
     optimizer = worker.optimizer(model, Adam(model.parameters(), lr=0.02))
     halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    worker.track("halved", halved)
     for number in range(start, STEPS):
         at(number)
         if number == 2:

@@ -72,8 +72,9 @@ def train(worker: ps.Worker, epochs: int, told: str = "") -> dict[str, Any]:
     losses = worker.saved("losses", [])
     worker.save("losses", lambda: losses)
     model = Net()
-    optimizer = worker.optimizer(model, Adam(model.parameters(), lr=0.01))
-    schedule = ExponentialLR(optimizer, 0.9)
+    adam = Adam(model.parameters(), lr=0.01)
+    schedule = ExponentialLR(adam, 0.9)
+    optimizer = worker.optimizer(model, adam, schedulers=[schedule])
     loader = worker.loader(Noisy(), batch_size=8)
     for _ in loader.epochs(epochs):
         for inputs, goals in loader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramserve.checkpoint import plain
 from paramserve.client.connection import Connection
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 OWN = "paramserve."
 """What the names of the library's own saves begin with."""
+TRACKED = "tracked "
+"""What the names of the states of tracked objects begin with."""
 RANDOM = "random"
 """What the random generators of a worker are saved as, with each of its steps."""
 BYTES_MAX, NAMES_MAX = SAVED_BYTES_MAX // 2, SAVED_NAMES_MAX // 2
@@ -53,25 +55,48 @@ class Saving:
     def save(self, name: str, value: object) -> None:
         """See `Worker.save`."""
         self._connection.check()
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"what is saved has a name, a text that is not empty, not {name!r}")
-        if name.startswith(OWN):
-            raise ValueError(f"names that begin with {OWN!r} are the library's own, not {name!r}")
+        _check_name(name)
+        if name.startswith((OWN, TRACKED)):
+            raise ValueError(
+                f"names that begin with {OWN!r} or {TRACKED!r} are the library's own, not {name!r}"
+            )
         if hasattr(value, "state_dict"):
             raise TypeError(
                 f"worker.save({name!r}) got a {type(value).__qualname__}, which cannot be stored "
-                "without pickling. Applied: no. To fix: give its state_dict, the method, which is "
-                "asked at each step, or what that gives now"
+                f"without pickling. Applied: no. To fix: worker.track({name!r}, ...) sends its "
+                "state with each step; or give what its state_dict() gives now"
             )
         with self._connection.lock:
             if callable(value):
-                asked = partial(_asked, name, value)
-                self._take(name, asked())
-                self._asked[name] = asked
+                self._ask(name, partial(_asked, f"worker.save({name!r})", value))
             else:
-                self._take(name, _packed(name, value))
+                self._take(name, _packed(f"worker.save({name!r})", value))
                 self._asked.pop(name, None)
             self._steps.saving = self
+
+    def track(
+        self, name: str, state_of: Callable[[], object], load: Callable[[Any], object]
+    ) -> None:
+        """See `Worker.track`.
+
+        Args:
+            load: takes what `state_of` of an older incarnation gave with its last step.
+        """
+        self._connection.check()
+        _check_name(name)
+        key = TRACKED + name
+        with self._connection.lock:
+            older = None if key in self._asked else self._of_older().get(key)
+        if older is not None:
+            load(plain.load(older))
+        with self._connection.lock:
+            self._ask(key, partial(_asked, f"worker.track({name!r})", state_of))
+            self._steps.saving = self
+
+    def _ask(self, name: str, function: Callable[[], bytes]) -> None:
+        """Ask the program's function at each step, beginning now."""
+        self._take(name, function())
+        self._asked[name] = function
 
     def ask(self, name: str, function: Callable[[], bytes | None]) -> None:
         """Ask the library's own function for what is to be kept at each step, as long as there is
@@ -192,9 +217,14 @@ class Saving:
         return [each for beat in beats for report in beat.groups for each in report.saved]
 
 
-def _packed(name: str, value: object) -> bytes:
-    return plain.dump(value, f"worker.save({name!r}): state")
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"what is saved has a name, a text that is not empty, not {name!r}")
 
 
-def _asked(name: str, function: Callable[[], object]) -> bytes:
-    return _packed(name, function())
+def _packed(call: str, value: object) -> bytes:
+    return plain.dump(value, f"{call}: state")
+
+
+def _asked(call: str, function: Callable[[], object]) -> bytes:
+    return _packed(call, function())

@@ -79,6 +79,7 @@ class Adopted(ABC, Generic[B]):
     Attributes:
         group: its group on the servers.
         names: of its model's tensors.
+        schedules: of its hyper-parameters.
     """
 
     every = 1
@@ -135,10 +136,12 @@ class Adopted(ABC, Generic[B]):
         """Whether the driver has something of this rank that the servers did not hold."""
         self._taken: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
+        self.unnamed = True
+        """Whether no scheduler was named, as far as the first step has looked."""
         self.late = worker.incarnation > 1 or worker.client.connection.late
         again = worker.incarnation > 1 and settings.name in worker.client.steps.resumed
         self._existing = ExistingBlocks(worker.client, settings.name, late=self.late, again=again)
-        self._schedules = Schedules(
+        self.schedules = Schedules(
             worker.client,
             settings.name,
             worker.rank,
@@ -175,7 +178,7 @@ class Adopted(ABC, Generic[B]):
             self._frozen.compare(worker.rank, self._changing.mine, self._existing)
         self._begin(plans, state)
         if plans:
-            self._schedules.start(groups)
+            self.schedules.start(groups)
         self._untrained.start(
             self._existing,
             define=worker.rank == 0,
@@ -647,6 +650,16 @@ class Adopted(ABC, Generic[B]):
             self._client.steps.forget(ticket)
             raise
         ticket.release()
+
+    @property
+    def may_come_again(self) -> bool:
+        """Whether another incarnation of this rank may follow."""
+        return self._client.connection.restarts
+
+    @property
+    def sends_notes(self) -> bool:
+        """Whether notes on its hyper-parameters go with its steps."""
+        return bool(self._parts)
 
     # --- what `Worker.assign` calls ---------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Local(Adopted[B]):
             self._begin_again()
         self.regroup(groups)
         loss = None
-        self._schedules.before_step(groups)
+        self.schedules.before_step(groups)
         if found_inf is None or not bool(found_inf):
             params = [param for group in groups for param in group["params"]]
             if grad_scale is not None:
@@ -128,7 +128,7 @@ class Local(Adopted[B]):
         except Exception:
             self.since -= 1
             raise
-        self._schedules.made()
+        self.schedules.made()
         self._stepped(groups)
         if self.since >= self.count:
             with torch.no_grad():
@@ -193,7 +193,7 @@ class Local(Adopted[B]):
             weight: samples behind what is pushed.
         """
         self._forget()
-        note = self._schedules.note()
+        note = self.schedules.note()
         options: dict[str, Any] = {"note": note} if note else {}
         self._client.dense.step(
             self._settings.name,
@@ -207,7 +207,7 @@ class Local(Adopted[B]):
     def _numbered(self, ticket: Ticket) -> None:
         super()._numbered(ticket)
         self.since, self._samples = 0, 0.0
-        self._schedules.sent()
+        self.schedules.sent()
 
 
 def _is_finite(tensor: Tensor) -> bool:

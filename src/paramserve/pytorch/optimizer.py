@@ -30,8 +30,10 @@ from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.rule_optimizer import RuleOptimizer
+from paramserve.pytorch.schedules import check_schedulers
 from paramserve.pytorch.served import Served
 from paramserve.pytorch.settings import Settings
+from paramserve.pytorch.tracking import look_for_unnamed, name_schedulers
 from paramserve.rules.base import Rule
 from paramserve.rules.torch_kinds import kind_of
 
@@ -216,6 +218,8 @@ class ServedOptimizer(AdoptedOptimizer):
         if _is_for_a_checkpoint(self.param_groups):
             self._fetched.show(self._adopted.first_state(self.param_groups))
             return loss
+        if self._adopted.unnamed:
+            look_for_unnamed(self._adopted, self)
         try:
             if self._fetched.shown or self.state is not self._fetched:
                 self._forget_state()
@@ -319,6 +323,8 @@ class LocalOptimizer(AdoptedOptimizer):
 
         if _is_for_a_checkpoint(self.param_groups):
             return own_step(closure)  # it makes the state, and is no step of the training
+        if self._adopted.unnamed:
+            look_for_unnamed(self._adopted, self)
         try:
             return self._adopted.run(own_step, closure, self.param_groups, grad_scale, found_inf)
         except BaseException:
@@ -380,15 +386,18 @@ def adopt(
     dense: str = "servers",
     push: Codecs | None = None,
     pull: Codecs | None = None,
+    schedulers: Sequence[Any] = (),
 ) -> Optimizer:
     """See `Worker.optimizer`."""
     optimizer = _as_optimizer(model, given)
     model = _checked(model, optimizer, dense)
+    check_schedulers(optimizer, schedulers)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency, push, pull)
     load_given(worker, name, model)
     with Registry.of(worker).adopting():
         adopted = _started(worker, model, optimizer, settings, dense)
     _become(optimizer, adopted)
+    name_schedulers(worker, adopted, schedulers)
     if adopted.late:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was
     worker.go_on_drawing(first=True)

@@ -1,42 +1,38 @@
-"""What a worker tells its next incarnation with its steps, and an added worker.
+"""Learning rate schedules of an adopted optimizer, and the hyper-parameters that its steps go by.
 
-Each step says in its note, when that has changed, which hyper-parameters it goes by and how far the
-learning rate schedulers of its optimizer are. A worker that is started again reads the last note of
-its rank, an added one the others'. At its first step it steps its own schedulers until they are
-where they would be at that clock; so does one without which the others have decided clocks, as
-`ps.Sync(backup=)` allows. Calls that its function has made before that, as a loop over
-epochs does whose batches were all left out, count; where a loop over `loader.epochs` left out
-epochs since that note, a scheduler that is not stepped at each step of the optimizer is stepped
-once for each of them. A scheduler that wants a metric is stepped by these calls only. What neither
-gives (one without such calls, other schedulers than before) has the group's hyper-parameters, and
-warns. Where the note is of another run, from whose checkpoint this one goes on, the function may be
-another one: then its own schedulers count, stepped as often.
+Each step says in its note, when that has changed, which hyper-parameters it goes by and the state
+of the schedulers that the function has named (`worker.optimizer(..., schedulers=)`, or
+`worker.track`). A worker that is started again reads the last note of its rank, an added one the
+others': they take over the hyper-parameters and the schedulers' state. So does one without which
+the others have decided clocks, as `ps.Sync(backup=)` allows. What was called between that step and
+this one is made up for: once for each step of the optimizer, or for each epoch of a loop over
+`loader.epochs`, as often as the scheduler was stepped before; one that wants a metric is stepped by
+the function only. A scheduler that the function has stepped further by itself stays as it is. Where
+the note is of another run, from whose checkpoint this one goes on, the function may be another one:
+then its own schedulers count, stepped as often.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
-import math
 import sys
-import weakref
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paramserve.checkpoint import plain
 from paramserve.errors import warn_user
 from paramserve.messages import NOTE_BYTES_MAX
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import Client
-
-T = TypeVar("T")
 
 Numbers = dict[str, Any]
 _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -53,14 +49,18 @@ _SEVERAL = 2
 class Progress(NamedTuple):
     """How far one scheduler is."""
 
-    name: str
-    """Of its class."""
+    key: str
+    """What the function calls it."""
+    kind: str
+    """Name of its class."""
     position: float
     """What torch calls `last_epoch`."""
     rate: int
     """Calls of its `step` for each step of the optimizer; 0: fewer than one for two."""
-    options: int = 0
+    options: int
     """A number that others than its options hardly give; 0: it is not torch's."""
+    state: bytes
+    """Its `state_dict`, as `plain.dump` has it."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -98,8 +98,49 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(msgspec.structs.replace(self, groups=groups, common=common))
 
 
+@dataclass
+class _Named:
+    """A scheduler that the function has named.
+
+    Attributes:
+        first: its position when it was named, or when it was last brought to where the group is.
+        since: own steps that were made by then.
+        rate: as an older incarnation knew it; holds for `_SEVERAL` steps.
+        packed: its state at `position`.
+    """
+
+    scheduler: LRScheduler
+    options: int
+    first: float
+    since: int
+    rate: int | None = None
+    position: float = -1.0
+    packed: bytes = b""
+
+    def progress(self, key: str, steps: int) -> Progress:
+        """How far it is, before the own step behind so many."""
+        position = _position(self.scheduler)
+        if position != self.position or not self.packed:
+            kind = type(self.scheduler).__name__
+            self.packed = plain.dump(self.scheduler.state_dict(), f"the state of {kind}")
+            self.position = position
+        kind = type(self.scheduler).__name__
+        return Progress(key, kind, position, self.rate_at(steps), self.options, self.packed)
+
+    def rate_at(self, steps: int) -> int:
+        """As `Progress.rate`, before the own step behind so many."""
+        made = steps - self.since
+        # The end of an epoch may lie between the first steps of this worker.
+        enough = made > 0 if self.rate is None else made >= _SEVERAL
+        return round((self.position - self.first) / made) if enough else self.rate or 0
+
+    def load(self, state: bytes) -> None:
+        """Be in this state."""
+        self.scheduler.load_state_dict(plain.load(state))
+
+
 class Schedules:
-    """The hyper-parameters and the schedulers of one adopted optimizer.
+    """The hyper-parameters and the named schedulers of one adopted optimizer.
 
     Args:
         group: its group on the servers.
@@ -124,13 +165,8 @@ class Schedules:
         self._groups: Sequence[ParamGroup] = ()
         self._taken: list[Numbers] | None = None
         """Numbers that `start` has left: the function has not changed them since, if they stand."""
-        self._known: list[weakref.ref[LRScheduler]] = []
-        self._first: list[tuple[float, int]] = []
-        """Of each known scheduler: position and `_steps` when it was found."""
-        self._rates: list[int | None] = []
-        """Of each, as an older incarnation knew it; holds for `_SEVERAL` steps."""
-        self._options: list[int] = []
-        """Of each, as `Progress.options`."""
+        self._named: dict[str, _Named] = {}
+        """By what the function calls them."""
         self._steps = 0
         self._at = 0
         """Steps before the one that `before_step` was called for last."""
@@ -138,18 +174,24 @@ class Schedules:
         """Clocks decided without this worker that its schedulers were stepped over."""
         self._quick: list[Any] | None = None
         self._positions: list[float] = []
-        self._unexplained = 0
+        self._changed = False
+        """Whether numbers had changed before a step, and no named scheduler was stepped."""
         self._by_hand = 0
-        """Steps in a row before which numbers had changed, and no scheduler was stepped."""
+        """Steps in a row before which that was so."""
         self._told: Note | None = None
         """What the last step that was sent has told."""
         self._telling: Note | None = None
         self._warned = False
         """Whether a note was too long."""
 
+    def name(self, key: str, scheduler: LRScheduler) -> None:
+        """Send a scheduler's state with the steps, and have it where the group is."""
+        options = _options(scheduler)
+        self._named[key] = _Named(scheduler, options, _position(scheduler), self._steps)
+
     def start(self, groups: Sequence[ParamGroup]) -> None:
-        """Where the others were first, take the group's hyper-parameters, if no scheduler makes
-        them: schedulers begin with the optimizer's own."""
+        """Where the others were first, take the group's hyper-parameters, if no named scheduler
+        makes them: schedulers begin with the optimizer's own."""
         if self._behind:
             found = self._best()
             if found is not None and not found[1].schedulers:
@@ -172,18 +214,13 @@ class Schedules:
             self._behind = False
             self._catch_up(groups)
             self._quick = None
-        elif self._steps == 0 and groups and "initial_lr" in groups[0]:
-            self._search(groups)
         quick = [[group.get(name) for name in _QUICK] for group in groups]
-        positions = [_position(each) for each in self._alive()] if self._known else []
+        positions = [_position(each.scheduler) for each in self._named.values()]
         if self._quick is None or quick == self._quick or positions != self._positions:
             self._by_hand = 0
         else:
             self._by_hand += 1
-            self._unexplained += 1
-            if self._unexplained & (self._unexplained - 1) == 0:  # a search goes over all objects
-                self._search(groups)
-                positions = [_position(each) for each in self._alive()]
+            self._changed = True
         self._quick, self._positions = quick, positions
 
     def made(self, *, sent: bool = False) -> None:
@@ -197,12 +234,16 @@ class Schedules:
             self._told = self._telling
 
     def note(self) -> bytes:
-        """Of the step of the last `before_step`; empty if it says what was sent last."""
+        """Of the step of the last `before_step`; empty if it says what was sent last.
+
+        Raises:
+            TypeError: the state of a named scheduler cannot be stored without pickling.
+        """
         self._telling = self._told
-        if not (self._told or self._known or self._unexplained):
+        if not (self._told or self._named or self._changed):
             return b""
         steps = self._client.steps
-        progress, numbers = tuple(self._progress()), tuple(_numbers(self._groups))
+        progress, numbers = self._progress(), tuple(_numbers(self._groups))
         by_hand = self._by_hand >= _SEVERAL
         note = Note(progress, numbers, epochs=steps.epochs, run=steps.run, by_hand=by_hand)
         if note == self._told:
@@ -225,45 +266,8 @@ class Schedules:
         """The last `note` has gone out: of a step that is refused the next one tells again."""
         self._told = self._telling
 
-    # --- schedulers -------------------------------------------------------------------------------
-
-    def _alive(self) -> list[LRScheduler]:
-        found = [each() for each in self._known]
-        if None in found:
-            keep = [index for index, each in enumerate(found) if each is not None]
-            self._known = [self._known[index] for index in keep]
-            self._first = [self._first[index] for index in keep]
-            self._rates = [self._rates[index] for index in keep]
-            self._options = [self._options[index] for index in keep]
-        return [each for each in found if each is not None]
-
-    def _search(self, groups: Sequence[ParamGroup]) -> list[LRScheduler]:
-        """All schedulers of this optimizer that its function steps itself. Torch keeps no list of
-        them, and a scheduler leaves no trace of itself on its optimizer."""
-        optimizers = _with_attribute("param_groups", groups, Optimizer)
-        found = [s for each in optimizers for s in _with_attribute("optimizer", each, LRScheduler)]
-        inner = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
-        own = sorted((e for e in found if id(e) not in inner), key=lambda e: type(e).__name__)
-        known = {id(each) for each in self._alive()}
-        for each in own:
-            if id(each) not in known:
-                self._known.append(weakref.ref(each))
-                self._first.append((_position(each), self._steps))
-                self._rates.append(None)
-                self._options.append(_options(each))
-        return self._alive()
-
-    def _progress(self) -> list[Progress]:
-        progress = []
-        for index, each in enumerate(self._alive()):
-            position, (first, since) = self._positions[index], self._first[index]
-            steps, known = self._at - since, self._rates[index]
-            # The end of an epoch may lie between the first steps of this worker.
-            enough = steps > 0 if known is None else steps >= _SEVERAL
-            rate = round((position - first) / steps) if enough else known or 0
-            name, options = type(each).__name__, self._options[index]
-            progress.append(Progress(name, position, rate, options))
-        return progress
+    def _progress(self) -> tuple[Progress, ...]:
+        return tuple(each.progress(key, self._at) for key, each in self._named.items())
 
     # --- catching up ------------------------------------------------------------------------------
 
@@ -275,16 +279,13 @@ class Schedules:
         Before this worker has seen how often each is stepped, the others' notes tell it.
         """
         steps = clocks * self._steps_per_clock
-        alive = self._alive()
+        named = [*self._named.values()]
         self._steps += steps
-        if len(alive) != len(self._positions) or any(
-            self._at - since < _SEVERAL and rate is None
-            for (_, since), rate in zip(self._first, self._rates, strict=True)
-        ):
+        if any(self._at - each.since < _SEVERAL and each.rate is None for each in named):
             self._behind = True
             return
-        pairs = zip(alive, self._progress(), strict=True)
-        _advance([(s, p.position + (steps + 1) * p.rate) for s, p in pairs if not _asks(s)])
+        goals = [(n.scheduler, n.position + (steps + 1) * n.rate_at(self._at)) for n in named]
+        _advance([(each, goal) for each, goal in goals if not _asks(each)])
 
     def _best(self) -> tuple[int, Note] | None:
         """The note to go by, and how many own steps after it the next one is."""
@@ -312,60 +313,45 @@ class Schedules:
     def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
         found = self._best()
         if found is None:
-            self._search(groups)
             return
         ahead, note = found
-        schedulers = self._search(groups)
         if not note.schedulers:
             if self._taken == _numbers(groups):
                 _install(groups, note.numbers)
                 if note.by_hand and ahead > 0:
                     self._warn_by_hand()
             return
-        names = [type(each).__name__ for each in schedulers]
-        if sorted(names) != sorted(each.name for each in note.schedulers):
-            there = [each.name for each in note.schedulers]
-            stepped = any(_position(each) > 0 for each in schedulers)
-            if stepped and not self._same(note):
-                self._tell_other(groups, note)
-            else:
-                self._take(groups, note, f"the group steps with {there}, this worker with {names}")
-        elif unfit := [name for name, each in zip(names, schedulers, strict=True) if _asks(each)]:
-            if not _stepped_by_function(groups, note, schedulers, same=self._same(note)):
-                self._take(groups, note, f"{', '.join(unfit)} cannot be stepped without a metric")
+        ours = {key: type(each.scheduler).__name__ for key, each in self._named.items()}
+        theirs = {each.key: each.kind for each in note.schedulers}
+        if ours == theirs:
+            self._replay(groups, note, ahead)
+        elif self._same(note) or not any(_position(n.scheduler) for n in self._named.values()):
+            self._take(groups, note, f"{_called(theirs)} there, {_called(ours)} here")
         else:
-            self._replay(groups, note, ahead, schedulers)
-        self._first = [(_position(each), self._steps) for each in schedulers]
+            self._tell_other(groups, note)
+        for each in self._named.values():
+            each.position = each.first = _position(each.scheduler)
+            each.since, each.packed = self._steps, b""
 
-    def _replay(
-        self,
-        groups: Sequence[ParamGroup],
-        note: Note,
-        ahead: int,
-        schedulers: Sequence[LRScheduler],
-    ) -> None:
-        """Step the schedulers until they are where they were at the note, and then on to the
+    def _replay(self, groups: Sequence[ParamGroup], note: Note, ahead: int) -> None:
+        """Have the named schedulers where they were at the note, and then step them on to the
         present step."""
-        pairs = _paired(schedulers, note.schedulers)
-        at_note = all(_position(each) <= progress.position for each, progress in pairs)
-        other = not self._same(note) and any(
-            0 != progress.options != _options(each) for each, progress in pairs
-        )
-        if ahead >= 0:
-            _advance([(each, progress.position) for each, progress in pairs])
-            close = at_note and _close(_numbers(groups), note.numbers)
-            if close:
-                _install(groups, note.numbers)
-            elif at_note and self._same(note):
-                self._take(groups, note, "the schedulers, stepped as often, give others")
-            elif at_note:
-                other = True
+        pairs = [(self._named[each.key], each) for each in note.schedulers]
+        at_note = ahead >= 0 and all(_position(n.scheduler) <= p.position for n, p in pairs)
+        other = not self._same(note) and any(0 != p.options != n.options for n, p in pairs)
+        if at_note and not other:
+            for named, progress in pairs:
+                named.load(progress.state)
+            _install(groups, note.numbers)
+        elif ahead >= 0:  # the function has other ones, or has stepped them further by itself
+            _advance([(n.scheduler, p.position) for n, p in pairs if not _asks(n.scheduler)])
         if other:
             self._tell_other(groups, note)
-        ended = max(self._client.steps.epochs - note.epochs, 0) if note.epochs else 0
-        _advance([(each, p.position + (ahead * p.rate if p.rate else ended)) for each, p in pairs])
-        by_id = {id(each): progress.rate for each, progress in pairs}
-        self._rates = [by_id[id(each)] for each in schedulers]
+        ended = self._client.steps.epochs - note.epochs if note.epochs else 0  # others may be ahead
+        goals = [(n, p.position + (ahead * p.rate if p.rate else ended)) for n, p in pairs]
+        _advance([(n.scheduler, goal) for n, goal in goals if not _asks(n.scheduler)])
+        for named, progress in pairs:
+            named.rate = progress.rate
 
     def _same(self, note: Note) -> bool:
         """Whether a note is of this run, so that its function is this one."""
@@ -387,42 +373,58 @@ class Schedules:
         warn_user(
             f"rank {self._rank} goes on with the hyper-parameters of the last step of group "
             f"{self._group!r}; its function has changed them behind each step, and what it made of "
-            "them behind this one is not known. Set them before each step from worker.clock, as in "
-            'optimizer.param_groups[0]["lr"] = rate(worker.clock)'
+            "them behind this one is not known. To fix: name the scheduler that does so, as in "
+            "worker.optimizer(..., schedulers=[scheduler]); or set them before each step from "
+            'worker.clock, as in optimizer.param_groups[0]["lr"] = rate(worker.clock)'
         )
 
     def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
         _install(groups, note.numbers)
-        for each in self._alive():
-            each._last_lr = [group["lr"] for group in each.optimizer.param_groups]
+        for each in self._named.values():
+            each.scheduler._last_lr = [
+                group["lr"] for group in each.scheduler.optimizer.param_groups
+            ]
         warn_user(
             f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
-            f"its schedulers are not where they were: {why}. From here on they go on from these "
-            "hyper-parameters; where that is wrong, set them from worker.clock"
+            f"its schedulers are not where they were, for others are named: {why}. From here on "
+            "they go on from these hyper-parameters. To fix: name the same schedulers in each "
+            "incarnation, worker.optimizer(..., schedulers=[scheduler])"
         )
+
+
+def check_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
+    """Refuse what cannot be named as a scheduler of an optimizer.
+
+    Raises:
+        TypeError: it is no sequence of schedulers of torch.
+        ValueError: one is of another optimizer.
+    """
+    if not isinstance(schedulers, Sequence) or isinstance(schedulers, str):
+        raise TypeError(f"schedulers is a list, as in schedulers=[scheduler], not {schedulers!r}")
+    for each in schedulers:
+        if not isinstance(each, LRScheduler):
+            raise TypeError(
+                f"schedulers are of torch.optim.lr_scheduler, and this is a {type(each).__name__}. "
+                'To fix: worker.track("name", ...) brings back what has a state_dict'
+            )
+        if getattr(each, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                f"a {type(each).__name__} was given that is one of another optimizer. To fix: make "
+                "it from the optimizer that worker.optimizer(...) is given"
+            )
 
 
 def _unpacked(note: bytes) -> Note:
     return msgspec.msgpack.decode(note, type=Note)
 
 
+def _called(schedulers: Mapping[str, str]) -> str:
+    return ", ".join(schedulers.values()) or "none"
+
+
 def _shown(rates: Sequence[float]) -> str:
     more = ", ..." if len(rates) > RATES_SHOWN_MAX else ""
     return ", ".join(f"{each:.4g}" for each in rates[:RATES_SHOWN_MAX]) + more
-
-
-def _with_attribute(name: str, value: object, kind: type[T]) -> list[T]:
-    """The objects of a kind that have this very value as an attribute.
-
-    Not from `gc.get_objects`: that holds on to all tuples for a moment, also those that another
-    thread is just making, and CPython raises `SystemError` there.
-    """
-    found: dict[int, T] = {}
-    for holder in gc.get_referrers(value):  # the object, or its dict
-        for each in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
-            if issubclass(type(each), kind) and vars(each).get(name) is value:
-                found[id(each)] = each
-    return list(found.values())
 
 
 def _position(scheduler: LRScheduler) -> float:
@@ -465,36 +467,6 @@ def _asks(scheduler: LRScheduler) -> bool:
     )
 
 
-def _stepped_by_function(
-    groups: Sequence[ParamGroup], note: Note, schedulers: Sequence[LRScheduler], *, same: bool
-) -> bool:
-    """Whether the function has made all calls of its schedulers itself, with the same metrics, as
-    where `Worker.all_reduce` gives them again; or is ahead of the note, which tells nothing then.
-
-    Args:
-        same: whether the note is of this function: another one may give other rates.
-    """
-    positions = [
-        (_position(each), told.position) for each, told in _paired(schedulers, note.schedulers)
-    ]
-    if any(ours < theirs for ours, theirs in positions):
-        return False
-    ahead = any(ours > theirs for ours, theirs in positions)
-    return ahead or not same or _close(_numbers(groups), note.numbers)
-
-
-def _paired(
-    schedulers: Sequence[LRScheduler], progress: Sequence[Progress]
-) -> list[tuple[LRScheduler, Progress]]:
-    """Each scheduler with what the note says of it; both are of the same classes."""
-    left = list(progress)
-    pairs = []
-    for each in schedulers:
-        index = next(i for i, p in enumerate(left) if p.name == type(each).__name__)
-        pairs.append((each, left.pop(index)))
-    return pairs
-
-
 def _advance(goals: Sequence[tuple[LRScheduler, float]]) -> None:
     """Step schedulers, in turns, until each is at its position."""
     left = list(goals)
@@ -531,11 +503,3 @@ def _install(groups: Sequence[ParamGroup], numbers: Sequence[Numbers]) -> None:
                 present.fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(present, tuple) else value
-
-
-def _close(ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> bool:
-    """Whether the rates are equal but for rounding."""
-    pairs = [(one.get("lr"), other.get("lr")) for one, other in zip(ours, theirs, strict=False)]
-    return all(
-        a is None or b is None or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in pairs
-    )

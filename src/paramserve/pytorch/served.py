@@ -103,7 +103,7 @@ class Served(Adopted[ServedBlock]):
         """Take the servers' present values, as after a step."""
         self.install_pending()
         if self._parts and self._taken is None:
-            self._schedules.behind()
+            self.schedules.behind()
             self._pull(self._parts)
 
     # --- a step ---------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ class Served(Adopted[ServedBlock]):
         client = self._client
         note = {}
         if self._parts:
-            self._schedules.before_step(groups)
-            if told := self._schedules.note():
+            self.schedules.before_step(groups)
+            if told := self.schedules.note():
                 note["note"] = told
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
@@ -166,12 +166,12 @@ class Served(Adopted[ServedBlock]):
 
     def _numbered(self, ticket: Ticket) -> None:
         self._sent += [ticket]
-        self._schedules.made(sent=True)
+        self.schedules.made(sent=True)
 
     def _numbered_rows(self, ticket: Ticket) -> None:
         super()._numbered_rows(ticket)
         if self._parts:
-            self._schedules.made(sent=True)
+            self.schedules.made(sent=True)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -261,11 +261,11 @@ class Worker:
         the step finds what was saved before it, who takes the step again does not. So save before
         the step, or give a function, which is asked at each step:
 
-            sampler.load_state_dict(worker.saved("sampler", sampler.state_dict()))
-            worker.save("sampler", sampler.state_dict)
+            losses = worker.saved("losses", [])
+            worker.save("losses", lambda: losses)
 
-        The random generators of python, numpy and torch, loaders and learning rate schedulers go on
-        by themselves.
+        An object with a `state_dict` needs one line, `track`. The random generators of python,
+        numpy and torch, and loaders, go on by themselves.
 
         Args:
             value: None, numbers, text, bytes, arrays, tensors, and lists, tuples and dicts of
@@ -289,6 +289,32 @@ class Worker:
         found = self.client.saving.find(name)
         return default if found is None else plain.load(found)
 
+    def track(self, name: str, thing: Any) -> None:
+        """Bring an object back in a worker that is started again and in a run that is resumed:
+        anything with `state_dict` and `load_state_dict`, as an average of the weights, a sampler or
+        a scheduler. Its state goes to the servers with each step.
+
+        Example:
+            ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=...)
+            worker.track("ema", ema)
+
+        A scheduler of an adopted optimizer goes with the steps of that one, as with `schedulers=`
+        of `optimizer`: workers that are added have it, too. Any other object is this rank's own,
+        and comes back as of the last step: what the function did to it behind that is not in it.
+
+        Args:
+            name: of this object in each incarnation; another object takes the place of one that had
+                the name.
+            thing: its state holds what `save` takes, and counts in the sizes said there.
+        Raises:
+            TypeError: it lacks one of the methods, or its state cannot be stored without pickling.
+                Later states raise in the step, which is not made. Nothing was changed.
+            Overloaded: as `save`.
+        """
+        from paramserve.pytorch.tracking import track
+
+        track(self, name, thing)
+
     def print0(self, *values: object, sep: str = " ", end: str = "\n", flush: bool = True) -> None:
         """`print` on rank 0, and nothing on the others."""
         if self.rank == 0:
@@ -308,6 +334,7 @@ class Worker:
         dense: str = "servers",
         push: Codec | Mapping[str, Codec | None] | None = None,
         pull: Codec | Mapping[str, Codec | None] | None = None,
+        schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
     ) -> torch.optim.Optimizer:
         """Let an optimizer step on the servers; rank 0's model defines all ranks' values.
 
@@ -366,6 +393,9 @@ class Worker:
             pull: the same for values, as in `pull=ps.BFloat16()`, or of what has changed of them,
                 as in `pull=ps.Delta(ps.Int4())`: the model has rounded ones then, and the servers
                 and the result whole ones.
+            schedulers: the learning rate schedulers that were made from the optimizer, for a worker
+                that is started again or added, and a run that is resumed: they have the group's
+                state there. For one that is made later see `track`.
         Returns:
             The same object, whose class is now a subclass of its own class; of a rule, a torch
             optimizer.
@@ -390,6 +420,7 @@ class Worker:
             dense=dense,
             push=push,
             pull=pull,
+            schedulers=schedulers,
         )
 
     def tell_extra_state(self, group: str, states: dict[str, Any]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from paramserve.pytorch.schedules import Schedules
 
@@ -69,38 +66,6 @@ def test_numbers_that_only_some_groups_have_stay_theirs() -> None:
     groups = made(0.5)
     schedules({0: {0: note}}, late=True).start(groups)
     assert groups == made(0.25)
-
-
-def test_search_for_schedulers_leaves_other_threads_alone() -> None:
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def make_tuples() -> None:
-        try:
-            while not ended.is_set():
-                tuple(number for number in range(100))
-        except SystemError as error:  # another thread held on to one that was not complete
-            errors.append(error)
-
-    thread = threading.Thread(target=make_tuples)
-    thread.start()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(5):
-            writer = schedules({}, late=False)
-            writer.before_step(optimizer.param_groups)
-            assert b"StepLR" in writer.note()
-            del writer
-    finally:
-        sys.setswitchinterval(interval)
-        ended.set()
-        thread.join()
-    assert not errors
-    del scheduler
 
 
 @pytest.mark.parametrize("at", [0, 1])
