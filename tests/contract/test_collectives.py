@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.client import collectives, irregular, timeouts
+from paramserve.client import timeouts
 from paramserve.config import Limits
 from paramserve.errors import (
     DefineTimeout,
@@ -31,6 +31,7 @@ from paramserve.errors import (
     PushTimeout,
     Timeout,
 )
+from paramserve.training import collectives, irregular
 
 EVERY_KIND: dict[str, tuple[Callable[[int], Any], str, Any]] = {
     "float": (lambda rank: rank + 0.5, "mean", 1.5),

@@ -12,8 +12,8 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
 
 import paramserve as ps
-from paramserve.client import company
 from paramserve.consistency.base import Policy
+from paramserve.training import company
 
 EPOCHS, STOPS_AT, STEPS = 6, 2, 2
 """The last epoch that is made is `STOPS_AT`; there are `STEPS` in each."""

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.client import company
+from paramserve.training import company
 
 EPOCHS, SAMPLES, BATCH = 4, 24, 2
 BATCHES = EPOCHS * SAMPLES // (2 * BATCH)

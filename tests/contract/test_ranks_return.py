@@ -21,8 +21,9 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paramserve as ps
-from paramserve.client import collectives, timeouts
+from paramserve.client import timeouts
 from paramserve.errors import CollectiveMismatch, ParamServeError
+from paramserve.training import collectives
 
 STEPS, OF_EPOCH, DIES_AT = 6, 2, 4
 """Steps in all and in an epoch, and the step at whose beginning a rank dies."""

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paramserve.client.course import Course
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.pytorch.loader import load
+from paramserve.training.course import Course
 
 SEEDS = (1, 2, 3)
 BATCH = 16

@@ -44,7 +44,6 @@ from paramserve.launch.result import Result, result_of, returns_of, steps_of, un
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.logs import write_line
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
-from paramserve.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 from paramserve.observe.status import (
     GroupStatus,
     RunStatus,
@@ -54,6 +53,7 @@ from paramserve.observe.status import (
     worker_loads,
 )
 from paramserve.reporters import Feed, RunInfo
+from paramserve.training.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 
 logger = logging.getLogger("paramserve")
 

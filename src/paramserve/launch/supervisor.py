@@ -51,9 +51,9 @@ from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Decision, Restart, Roster
 from paramserve.launch.waiting import Latch
 from paramserve.logs import write_line
-from paramserve.notices import TRAINS_ALONE, alone_so_far
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 from paramserve.observe.status import by_group, trained_only
+from paramserve.training.notices import TRAINS_ALONE, alone_so_far
 from paramserve.worker import ExtraState
 
 logger = logging.getLogger("paramserve")

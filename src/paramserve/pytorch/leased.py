@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from paramserve.client.leases import AS_WORKER_SAYS, Drawn, LeasedWork
 from paramserve.config import check_count
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import (
@@ -28,6 +27,7 @@ from paramserve.pytorch.batches import (
     shared,
     size_of,
 )
+from paramserve.training.leases import AS_WORKER_SAYS, Drawn, LeasedWork
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker

@@ -24,9 +24,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from paramserve.client.company import all_have_stopped
-from paramserve.client.course import Epochs, Shape
-from paramserve.client.irregular import Extent
 from paramserve.pytorch import leased
 from paramserve.pytorch.batches import (
     KeysOf,
@@ -44,6 +41,9 @@ from paramserve.pytorch.batches import (
     size_of,
     unknown_argument,
 )
+from paramserve.training.company import all_have_stopped
+from paramserve.training.course import Epochs, Shape
+from paramserve.training.irregular import Extent
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker

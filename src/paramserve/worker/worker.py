@@ -11,21 +11,20 @@ from msgspec import Struct
 from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client
-from paramserve.client.collectives import Collectives
-from paramserve.client.course import Course
-from paramserve.client.position import Position
 from paramserve.client.saving import RANDOM
 from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.core.directory import NAME
 from paramserve.errors import warn_user
 from paramserve.messages import DatasetSize, SameSize
-from paramserve.notices import Notices
 from paramserve.observe.history import StepsTaken
+from paramserve.training.collectives import Collectives
+from paramserve.training.course import Course
+from paramserve.training.notices import Notices
+from paramserve.training.position import Position
 
 if TYPE_CHECKING:
     import torch
 
-    from paramserve.client.leases import LeasedWork
     from paramserve.codecs.base import Codec
     from paramserve.consistency.base import Policy
     from paramserve.observe.history import History
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.process_group import StartedGroup
     from paramserve.pytorch.registry import Registry
     from paramserve.rules.base import Rule
+    from paramserve.training.leases import LeasedWork
 
 
 RETURNED = "returned"

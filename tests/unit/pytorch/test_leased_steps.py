@@ -19,10 +19,10 @@ from tests.unit.pytorch.test_loader_leased import (
     train,
 )
 
-from paramserve.client.leases import LeasedWork
 from paramserve.messages import LeasePlan
 from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load, sampler
+from paramserve.training.leases import LeasedWork
 
 # --- own steps between two exchanges --------------------------------------------------------------
 

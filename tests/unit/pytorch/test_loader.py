@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paramserve.client.course import Course
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.observe.history import History
 from paramserve.pytorch.loader import load, sampler
+from paramserve.training.course import Course
 from paramserve.worker import Worker
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from paramserve.client.course import Course
-from paramserve.client.leases import LeasedWork
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.core.leases import LeaseBook
 from paramserve.errors import CoordinatorGone, ParamServeError, Timeout, UnknownName
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load, sampler
+from paramserve.training.course import Course
+from paramserve.training.leases import LeasedWork
 
 SEED = 3
 DYNAMIC: dict[str, Any] = {"shards": "dynamic"}

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paramserve.client.course import SHAPES, SHAPES_MAX, Course
-from paramserve.client.irregular import LOADERS_MAX, RUNS_MAX
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import RANDOM
 from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load
+from paramserve.training.course import SHAPES, SHAPES_MAX, Course
+from paramserve.training.irregular import LOADERS_MAX, RUNS_MAX
 
 SIZE, BATCH, EPOCHS = 40, 4, 4
 OF_EPOCH = SIZE // (2 * BATCH)

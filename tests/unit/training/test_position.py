@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paramserve.client.position import Position
 from paramserve.consistency.built_in import Sync
 from paramserve.messages import PassBy
+from paramserve.training.position import Position
 
 
 class Restarted:

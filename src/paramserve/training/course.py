@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from paramserve.client.irregular import Extent, Irregular, IrregularPasses
 from paramserve.client.saving import RANDOM
 from paramserve.errors import warn_user
+from paramserve.training.irregular import Extent, Irregular, IrregularPasses
 
 if TYPE_CHECKING:
     from paramserve.worker import Worker

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from paramserve.client import timeouts
 from paramserve.client.connection import Connection
-from paramserve.client.position import Position
 from paramserve.client.steps import Steps
 from paramserve.core.collectives import BARRIER, COMBINE, RANK0, call_of
 from paramserve.errors import Timeout, warn_user
 from paramserve.messages import AllReduce, AllReduced, Missing
+from paramserve.training.position import Position
 
 Array = npt.NDArray[Any]
 
