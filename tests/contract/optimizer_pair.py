@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paramserve.client import Client
 from paramserve.launch.reading import Reader
 from paramserve.pytorch.optimizer import adopt
+from paramserve.training.optimizers import Optimizers
 
 RTOL, ATOL = 2e-5, 2e-6
 """The kernels and torch round each in their own order; a run has some tens of steps."""
@@ -150,15 +151,10 @@ class Pair:
             incarnation=1,
             registry=None,
             course=SimpleNamespace(take_over=nullcontext),
-            stepped=[],
-            step_samples=None,
-            finishers=[],
-            refreshers=[],
-            own_steps=[],
-            ended=set(),
+            optimizers=Optimizers(client),
+            leases=SimpleNamespace(step_samples=None),
             load_state={},
             tell_extra_state=self.extra.__setitem__,
-            histories={},
             go_on_drawing=lambda *, first: None,
         )
 
@@ -301,8 +297,7 @@ class Pair:
     def finish(self) -> None:
         """The end of a training function: readers find what the model has."""
         for worker in self.workers:
-            for finisher in worker.finishers:
-                finisher()
+            worker.optimizers.finish()
         self.outstanding = False
         self.compare()
         model = self.served[0].model.state_dict()

@@ -586,8 +586,7 @@ def test_parameters_of_several_dtypes_are_trained_together(make_cluster: MakeClu
         for param in model.parameters():
             param.grad = torch.full_like(param, 0.25)
         optimizer.step()
-    for finish in worker.finishers:
-        finish()
+    worker.optimizers.finish()
     for name, param in model.named_parameters():
         assert torch.equal(param, (before[name].float() - 0.75).to(param.dtype)), name
 

@@ -78,7 +78,7 @@ def test_last_step_is_the_last_one_that_was_answered(
         for _ in range(4):
             step(model, optimizer)
             found.append(optimizer.last_step and optimizer.last_step.clock)
-        return found, worker.histories["model"]
+        return found, worker.optimizers.histories["model"]
 
     found, history = Ranks(make_cluster(workers=1), work).start(0).end()[0]
     assert found == clocks

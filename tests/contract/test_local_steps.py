@@ -633,7 +633,7 @@ def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeClu
         for at in range(5):
             own_steps(model, optimizer, worker.rank, at)
         ends.append([state_of(model), worker.client.clock("model")])
-        worker.own_steps[0].settle()
+        worker.optimizers.own_steps[0].settle()
         client = worker.client
         whole = [client.dense.fetch(block, 0)[0] for block in client.blocks()]
         return {"whole": np.concatenate(whole), "clock": client.clock("model")}

@@ -124,7 +124,7 @@ class Program:
 
     def _done(self, worker: ps.Worker) -> int:
         clocks = worker.client.steps.clocks
-        each = [clocks.get(group, 0) for group in worker.groups]
+        each = [clocks.get(group, 0) for group in worker.optimizers.groups]
         return sum(each) if "turn" in self.case.loop else each[0]
 
     def _collect(self, worker: ps.Worker, model: Any, number: int) -> list[Any]:

@@ -79,7 +79,7 @@ def test_rank_that_averages_gradients_by_itself_does_not_warn(make_cluster: Make
         warnings.catch_warnings(action="error"),
         ps.Worker(make_cluster("unix", workers=1).client(0), 0) as worker,
     ):
-        worker.looped = True
+        worker.loop_with_gradients()
         worker.all_reduce(np.ones(2))
 
 
@@ -110,7 +110,7 @@ def test_connected_rank_ends_in_order_where_its_cluster_has_ended(
     make_cluster: MakeCluster,
 ) -> None:
     def lose_cluster(worker: ps.Worker) -> ps.Worker:
-        worker.looped = True
+        worker.loop_with_gradients()
         worker.client.connection.control.close()
         return worker
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.unit.pytorch.hosts import host
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.pytorch.loader import load
-from paramserve.training.course import Course
 
 SEEDS = (1, 2, 3)
 BATCH = 16
@@ -74,27 +74,12 @@ class NormNet(nn.Module):
 
 def part_of(rank: int, workers: int, seed: int) -> Any:
     """What the loader needs of a worker."""
-    part = SimpleNamespace(
-        client=SimpleNamespace(
-            connection=SimpleNamespace(before=0, restarts=False),
-            steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
-        ),
-        incarnation=1,
-        groups=("model",),
-        ended=set(),
+    client: Any = SimpleNamespace(
         rank=rank,
-        workers=workers,
-        seed=seed,
-        leased=None,
-        batches_per_step=1,
-        retiring=False,
-        go_on_drawing=lambda: None,
-        passes={},
-        compare_size=lambda arguments, size: None,
-        trains_alone=False,
+        connection=SimpleNamespace(before=0, restarts=False, incarnation=1),
+        steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
     )
-    part.course = Course(part)
-    return part
+    return host(client, rank=rank, workers=workers, seed=seed)
 
 
 def run_name(kind: str, seed: int) -> str:

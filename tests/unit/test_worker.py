@@ -87,13 +87,13 @@ def test_worker_is_who_its_client_is(worker: Worker) -> None:
 def test_clock_is_the_optimizers_once_there_is_one(worker: Worker, client: RecordsCalls) -> None:
     client.clocks = {"default": 4, "lm": 9}
     assert worker.clock == 4
-    worker.histories["lm"] = History()
+    worker.optimizers.adopt("lm", [], History(), lambda: None)
     assert worker.clock == 9
 
 
 def test_clock_is_the_models_before_the_optimizer_is_adopted(worker: Worker) -> None:
     assert worker.clock == 7, "of an older incarnation"
-    worker.histories["model"] = History()
+    worker.optimizers.adopt("model", [], History(), lambda: None)
     assert worker.clock == 7
 
 
@@ -113,9 +113,9 @@ def test_batches_per_step_are_the_own_steps_of_the_optimizers_group(
     worker: Worker, client: RecordsCalls, policy: Policy
 ) -> None:
     client.policies["lm"] = policy
-    assert worker.batches_per_step == 1, "no optimizer steps there yet"
-    worker.histories["lm"] = History()
-    assert worker.batches_per_step == 8
+    assert worker.optimizers.batches_per_step == 1, "no optimizer steps there yet"
+    worker.optimizers.adopt("lm", [], History(), lambda: None)
+    assert worker.optimizers.batches_per_step == 8
 
 
 class LikeATensor:
@@ -165,8 +165,8 @@ def test_log_refuses_a_name_that_define_refuses(
 
 
 def test_finish_installs_then_waits_then_leaves(worker: Worker, client: RecordsCalls) -> None:
-    worker.finishers.append(lambda: client.calls.append("first"))
-    worker.finishers.append(lambda: client.calls.append("second"))
+    worker.optimizers.finish_by(lambda: client.calls.append("first"))
+    worker.optimizers.finish_by(lambda: client.calls.append("second"))
     worker.finish()
     assert client.calls == ["first", "second", "drain", "close"]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paramserve.core.partition import Block
     from paramserve.messages import Link
     from paramserve.rules.base import Rule
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 B = TypeVar("B", bound=AdoptedBlock)
 
@@ -87,13 +87,13 @@ class Adopted(ABC, Generic[B]):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Host,
         model: torch.nn.Module,
         settings: Settings,
         *,
         apart: bool = False,
     ) -> None:
-        if settings.name in worker.histories:
+        if settings.name in worker.optimizers.histories:
             raise ValueError(
                 f"this worker has an optimizer called {settings.name!r} already: give the second "
                 "one another name="
@@ -195,9 +195,8 @@ class Adopted(ABC, Generic[B]):
         self._registry.optimizers.append(self)
         if not plans and self.tables.groups:
             self._clocked = self.tables.groups[0]
-        worker.histories[settings.name] = self.history
-        worker.stepped.extend([settings.name] * bool(plans) + [*self.tables.groups])
-        worker.finishers.append(self.finish)
+        stepped = [settings.name] * bool(plans) + [*self.tables.groups]
+        worker.optimizers.adopt(settings.name, stepped, self.history, self.finish)
 
     def _check_codecs(self, groups: Sequence[ParamGroup]) -> None:
         """Refuse patterns of codecs that no parameter needs.
@@ -301,7 +300,7 @@ class Adopted(ABC, Generic[B]):
         self._registry.watch(slot for slot in slots if id(slot.value()) in given)
         self.tables.adopt(found, [group])
         self._keep_unserved([group])
-        self._worker.stepped.extend(each.table.group for each in found)
+        self._worker.optimizers.step_with(each.table.group for each in found)
 
     def _define_later(self, plans: Sequence[Plan[B]]) -> None:
         """Define blocks of an optimizer that has been adopted.
@@ -475,7 +474,7 @@ class Adopted(ABC, Generic[B]):
         """Stop the other optimizers: their values would overwrite this one's."""
         for other, name in taken.items():
             other._taken = name, self._settings.name
-            self._worker.ended.add(other._settings.name)
+            self._worker.optimizers.replace(other._settings.name)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Follow what was edited in `param_groups`; called before they are used.
@@ -754,12 +753,12 @@ class Adopted(ABC, Generic[B]):
 
     def _weight(self) -> float:
         """Of this step; asked before the client's step, which ends what the loader has counted."""
-        return self._settings.weight_now(self._worker.step_samples)
+        return self._settings.weight_now(self._worker.leases.step_samples)
 
     def _begin_again(self) -> None:
         """Before the first step of a worker that was started again."""
         self._registry.begins = False
-        self._worker.notices.repeats(self._worker.groups[0])
+        self._worker.notices.repeats(self._worker.optimizers.groups[0])
 
     def _count_step(self) -> None:
         """A step was made: on rank 0 assign the buffers, if it is time, and on all ranks those that

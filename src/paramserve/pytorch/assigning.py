@@ -8,10 +8,10 @@ from paramserve.errors import warn_user
 
 if TYPE_CHECKING:
     from paramserve.pytorch.registry import Registry
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
-def assign(worker: Worker, registry: Registry) -> None:
+def assign(worker: Host, registry: Registry) -> None:
     """Overwrite the servers' values of all optimizers with one rank's present ones, and have all
     ranks take them.
 

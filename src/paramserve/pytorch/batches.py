@@ -44,7 +44,7 @@ from paramserve.pytorch.embedding import KeyedModule
 from paramserve.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host, Kept
 
 _OWN = ("sampler", "batch_sampler", "drop_last")
 """DataLoader options that decide who gets which samples: they are the loader's own."""
@@ -161,10 +161,6 @@ KEPT_MAX = 4
 slots); the one whose loader was made longest ago goes first. The others go when the training
 function has dropped them."""
 
-Kept = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
-"""By the identity of a dataset: what it is known by (weak references, which drop the entry, or the
-object), and what its loaders have in common, by their arguments."""
-
 
 def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
     """What loaders of this dataset with these arguments have in common.
@@ -211,7 +207,7 @@ def check_range(epochs: int, start: int) -> None:
     check_count("start", start, least=0)
 
 
-def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
+def loop(worker: Host, first: int, done: int, epochs: int) -> Iterator[int]:
     """The numbers of a loop over epochs; each step tells its own one to later incarnations.
 
     Args:
@@ -233,7 +229,7 @@ def loop(worker: Worker, first: int, done: int, epochs: int) -> Iterator[int]:
         worker.course.loops_ended += 1
 
 
-def loop_progress(worker: Worker) -> LoopProgress:
+def loop_progress(worker: Host) -> LoopProgress:
     """What a loop over batches reports its progress to; an evaluation's is not shown."""
     return worker.client.steps.loop if torch.is_grad_enabled() else LoopProgress()
 

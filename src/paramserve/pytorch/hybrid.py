@@ -37,7 +37,7 @@ from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client.table import TablePush
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
 class Hybrid(Adopted[AdoptedBlock]):
@@ -48,7 +48,7 @@ class Hybrid(Adopted[AdoptedBlock]):
             process group: their dense layers would drift apart.
     """
 
-    def __init__(self, worker: Worker, model: torch.nn.Module, settings: Settings) -> None:
+    def __init__(self, worker: Host, model: torch.nn.Module, settings: Settings) -> None:
         several = worker.workers > 1
         if settings.overlap or settings.consistency is not None:
             raise ValueError(

@@ -30,7 +30,7 @@ from paramserve.pytorch.batches import (
 from paramserve.training.leases import AS_WORKER_SAYS, Drawn, LeasedWork
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 ORDERS_KEPT = 2
 """Epochs whose order is kept: leases of two may be under way at once."""
@@ -85,7 +85,7 @@ class LeasedLoader:
     """
 
     def __init__(
-        self, work: LeasedWork, batches: DataLoader[Any], worker: Worker, prefetch: KeysOf | None
+        self, work: LeasedWork, batches: DataLoader[Any], worker: Host, prefetch: KeysOf | None
     ) -> None:
         self._work = work
         self._batches = batches
@@ -120,7 +120,7 @@ class LeasedLoader:
     def __iter__(self) -> Iterator[Any]:
         work = self._work
         if torch.is_grad_enabled():
-            self._worker.looped = True
+            self._worker.loop_with_gradients()
         work.begin()
         # By equal shares: how many batches this rank gets is known at the end.
         loop, number = loop_progress(self._worker), 0
@@ -202,7 +202,7 @@ class LeasedSampler(Sampler[list[int]]):
 
 
 def lease(
-    worker: Worker,
+    worker: Host,
     dataset: Dataset[Any],
     *,
     batch_size: int,
@@ -237,9 +237,9 @@ def lease(
     arguments = ("leased", plan, name, told)
 
     def make() -> LeasedWork:
-        named = name or worker.new_loader_name()
-        course = worker.course
-        return LeasedWork(worker, named, plan, told=told, has_others=lambda: course.has_static)
+        named = name or worker.leases.next_name()
+        course, leases = worker.course, worker.leases
+        return LeasedWork(leases, named, plan, told=told, has_others=lambda: course.has_static)
 
     work = shared(worker.passes, dataset, arguments, make)
     return work if not work.active else make()
@@ -265,7 +265,7 @@ def _bounds(adaptive_batch: Any, batch_size: int) -> tuple[int, int]:
 
 
 def load_leased(
-    worker: Worker,
+    worker: Host,
     dataset: Dataset[Any],
     dataloader_options: dict[str, Any],
     prefetch: KeysOf | None,

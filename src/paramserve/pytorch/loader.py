@@ -46,7 +46,7 @@ from paramserve.training.course import Epochs, Shape
 from paramserve.training.irregular import Extent
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 T = TypeVar("T")
 STATIC, DYNAMIC, OWN = "static", "dynamic", "own"
@@ -175,7 +175,7 @@ class Loader:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Host,
         loading: DataLoader[Any],
         batches: _Batches,
         sampler: RankSampler,
@@ -231,7 +231,9 @@ class Loader:
             done, steps, begun = course.whole_passes(self._epochs, self._extent, most)
             if done and before == steps and not worker.returned_before:
                 resumed, left = worker.client.steps.resumed, epochs - start - done
-                clocks = {each: resumed[each] for each in worker.groups if resumed.get(each)}
+                clocks = {
+                    each: resumed[each] for each in worker.optimizers.groups if resumed.get(each)
+                }
                 epoch = course.epoch_behind(done)
                 if left and all_have_stopped(worker.client, clocks, epoch):
                     worker.notices.others_have_stopped(start + done - 1)
@@ -251,11 +253,13 @@ class Loader:
         # place would lie behind the steps that this pass leaves out.
         worker, trains = self._worker, torch.is_grad_enabled()
         course = worker.course
-        if worker.leased is not None:  # steps are no longer with the batches of a leased loader
-            worker.leased = None
+        if (
+            worker.leases.present is not None
+        ):  # steps are no longer with the batches of a leased loader
+            worker.leases.present = None
             course.forget_missed()
         if trains:
-            worker.looped = True
+            worker.loop_with_gradients()
             if self._resume:
                 course.check(self._shape)
                 course.remember(self._shape)
@@ -328,11 +332,11 @@ class Loader:
     @property
     def _per_step(self) -> int:
         told = self._batches_per_step
-        return told if told is not None else self._worker.batches_per_step
+        return told if told is not None else self._worker.optimizers.batches_per_step
 
 
 def sampler(
-    worker: Worker,
+    worker: Host,
     dataset: Dataset[Any],
     *,
     shuffle: bool = True,
@@ -380,7 +384,7 @@ def _dynamic(shards: str | None, adaptive_batch: object) -> bool:
 
 
 def load(
-    worker: Worker,
+    worker: Host,
     dataset: Dataset[T],
     *,
     batch_size: int,
@@ -441,18 +445,18 @@ def load(
     )
 
 
-def _checked(worker: Worker, arguments: tuple[object, ...], size: int) -> Epochs:
+def _checked(worker: Host, arguments: tuple[object, ...], size: int) -> Epochs:
     """What loaders of one dataset have in common, once it is compared with the other ranks'."""
     worker.compare_size(arguments, size)
     return Epochs()
 
 
-def _agree(worker: Worker, batches: int) -> _OwnParts:
+def _agree(worker: Host, batches: int) -> _OwnParts:
     """As many batches as the rank has whose part is the smallest; all ranks call this."""
     return _OwnParts(worker.agree_on_batches(batches))
 
 
-def _check_size(worker: Worker, size: int, batch_size: int) -> None:
+def _check_size(worker: Host, size: int, batch_size: int) -> None:
     needed = worker.workers * batch_size
     if size < needed:
         raise ValueError(
@@ -461,7 +465,7 @@ def _check_size(worker: Worker, size: int, batch_size: int) -> None:
         )
 
 
-def _check_shares(worker: Worker) -> None:
+def _check_shares(worker: Host) -> None:
     """Refuse a loader that would leave out what other shares had taken."""
     before, now = worker.client.connection.before, worker.workers
     if before not in (0, now):
@@ -473,7 +477,7 @@ def _check_shares(worker: Worker) -> None:
         )
 
 
-def _check_own(worker: Worker, size: int, batch_size: int, count: int) -> None:
+def _check_own(worker: Host, size: int, batch_size: int, count: int) -> None:
     """Refuse a part that has no batch, on every rank, and one of a rank that was added which has
     fewer than the others agreed on."""
     here = f"rank {worker.rank} has {size} samples: {size // batch_size} batches of {batch_size}"

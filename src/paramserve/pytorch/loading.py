@@ -18,7 +18,7 @@ from paramserve.pytorch.naming import AROUND, plain_name, plain_text
 from paramserve.pytorch.registry import Registry
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
 KINDS_BY_HEAD = {
@@ -84,7 +84,7 @@ def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
         torch.save({name: _as_tensors(each) for name, each in state.items()}, file)
 
 
-def load_given(worker: Worker, name: str, model: torch.nn.Module) -> None:
+def load_given(worker: Host, name: str, model: torch.nn.Module) -> None:
     """Load into a model what the run was given for its optimizer, if anything; once.
 
     What another optimizer owns of the model stays as it is: it was loaded for that one, and may

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paramserve.client import Client, Ticket
     from paramserve.client.ticket import Outcome
     from paramserve.core.partition import Block
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 LocalPolicy = LocalSteps | AsyncLocalSteps | ElasticAverage
 B = TypeVar("B", bound=AdoptedBlock)
@@ -46,7 +46,7 @@ class Local(Adopted[B]):
     """
 
     def __init__(
-        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
+        self, worker: Host, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
     ) -> None:
         self.every = policy.steps_per_clock
         super().__init__(worker, model, settings)
@@ -74,7 +74,7 @@ class Local(Adopted[B]):
                 'some: use dense="local", or another policy for the dense layers'
             )
         super().start(groups, state)
-        self._worker.own_steps.append(self)
+        self._worker.optimizers.step_alone(self)
 
     def settle(self) -> None:
         """Exchange once more what own steps have changed since."""
@@ -138,7 +138,7 @@ class Local(Adopted[B]):
 
     def _weigh(self) -> None:
         """Count the samples behind an own step."""
-        samples = self._worker.step_samples
+        samples = self._worker.leases.step_samples
         if self._settings.weight is None and samples is not None:
             self._samples = samples  # the loader counts from exchange to exchange
         else:
@@ -265,7 +265,7 @@ class LocalStepping(Local[StartedBlock]):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Host,
         model: torch.nn.Module,
         settings: Settings,
         policy: LocalSteps | AsyncLocalSteps,
@@ -455,7 +455,7 @@ class Elastic(Local[ElasticBlock]):
     """
 
     def __init__(
-        self, worker: Worker, model: torch.nn.Module, settings: Settings, policy: ElasticAverage
+        self, worker: Host, model: torch.nn.Module, settings: Settings, policy: ElasticAverage
     ) -> None:
         super().__init__(worker, model, settings, policy)
         self._rho = policy.rho
@@ -525,7 +525,7 @@ def _lr_of(index: int, group: ParamGroup) -> float:
 
 
 def local(
-    worker: Worker, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
+    worker: Host, model: torch.nn.Module, settings: Settings, policy: LocalPolicy
 ) -> LocalStepping | Elastic:
     """What makes the own steps and the exchanges of this policy."""
     if isinstance(policy, ElasticAverage):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from paramserve.consistency.base import Policy
     from paramserve.observe.history import StepRecord
     from paramserve.pytorch.codecs import Codecs
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
 class AdoptedOptimizer(Optimizer):
@@ -373,7 +373,7 @@ def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[
 
 
 def adopt(
-    worker: Worker,
+    worker: Host,
     model: torch.nn.Module,
     given: Optimizer | Rule,
     *,
@@ -443,7 +443,7 @@ def _checked(model: torch.nn.Module, optimizer: Optimizer, dense: str) -> torch.
 
 
 def _started(
-    worker: Worker, model: torch.nn.Module, optimizer: Optimizer, settings: Settings, dense: str
+    worker: Host, model: torch.nn.Module, optimizer: Optimizer, settings: Settings, dense: str
 ) -> Served | LocalStepping | Elastic | Hybrid:
     """What steps from now on: it has defined the model, and taken over the optimizer's state."""
     policy = settings.consistency

@@ -20,7 +20,7 @@ from paramserve.messages import Link
 if TYPE_CHECKING:
     from paramserve.pytorch.adopted import Adopted
     from paramserve.pytorch.naming import Names, Slot
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
 class Owner(NamedTuple):
@@ -53,11 +53,12 @@ class Registry:
         """What `unowned` has given, kept as in `Owner`."""
 
     @staticmethod
-    def of(worker: Worker) -> Registry:
+    def of(worker: Host) -> Registry:
         """The one of this worker."""
         if worker.registry is None:
             worker.registry = Registry(begins=worker.incarnation > 1)
-        return worker.registry
+        found: Registry = worker.registry
+        return found
 
     @contextmanager
     def adopting(self) -> Iterator[None]:

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from paramserve.client import BlockPush, Ticket
     from paramserve.client.table import TablePush
     from paramserve.rules.base import Rule
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
 class Served(Adopted[ServedBlock]):
     """An optimizer whose steps the servers make."""
 
     def __init__(
-        self, worker: Worker, model: torch.nn.Module, kind: Kind, settings: Settings
+        self, worker: Host, model: torch.nn.Module, kind: Kind, settings: Settings
     ) -> None:
         super().__init__(worker, model, settings)
         self._kind = kind
@@ -66,7 +66,7 @@ class Served(Adopted[ServedBlock]):
     def _begin(self, plans: Sequence[Plan[ServedBlock]], state: Mapping[Tensor, Any]) -> None:
         self._unserved_state = dict(state)
         self._define(plans)
-        self._worker.refreshers.append(self.refresh)
+        self._worker.optimizers.refresh_by(self.refresh)
 
     def _define(self, plans: Sequence[Plan[ServedBlock]]) -> list[ServedBlock]:
         """Install what is outstanding, of the blocks so far; then as `Adopted._define`, with the

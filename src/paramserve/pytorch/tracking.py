@@ -16,10 +16,10 @@ from paramserve.errors import warn_user
 from paramserve.pytorch.adopted import Adopted
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.training.host import Host
 
 
-def track(worker: Worker, name: str, thing: Any) -> None:
+def track(worker: Host, name: str, thing: Any) -> None:
     """See `Worker.track`."""
     optimizer = getattr(thing, "optimizer", None) if isinstance(thing, LRScheduler) else None
     adopted = getattr(optimizer, "_adopted", None)
@@ -38,9 +38,7 @@ def track(worker: Worker, name: str, thing: Any) -> None:
     worker.client.saving.track(name, thing.state_dict, thing.load_state_dict)
 
 
-def name_schedulers(
-    worker: Worker, adopted: Adopted[Any], schedulers: Sequence[LRScheduler]
-) -> None:
+def name_schedulers(worker: Host, adopted: Adopted[Any], schedulers: Sequence[LRScheduler]) -> None:
     """Bring back the schedulers that an optimizer was given with."""
     adopted.unnamed = not schedulers
     for index, each in enumerate(schedulers):

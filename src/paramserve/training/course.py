@@ -20,7 +20,8 @@ from paramserve.errors import warn_user
 from paramserve.training.irregular import Extent, Irregular, IrregularPasses
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.client import Client
+    from paramserve.training.optimizers import Optimizers
 
 SHAPES = "shapes of loaders"
 """What a worker saves of its loaders."""
@@ -92,8 +93,9 @@ class Course:
         loops_ended: loops over `loader.epochs` that have ended.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, client: Client, optimizers: Optimizers) -> None:
+        self._client = client
+        self._optimizers = optimizers
         self._steps_left: int | None = None
         """None: no loader has asked yet."""
         self._before = 0
@@ -125,7 +127,7 @@ class Course:
 
     def epoch_behind(self, rounds: int) -> int:
         """`AllReduce.epoch` behind so many more rounds of a loop over `loader.epochs`."""
-        return 2 * (self._worker.client.steps.epochs + rounds) + self.loops_ended
+        return 2 * (self._client.steps.epochs + rounds) + self.loops_ended
 
     # --- steps of older incarnations --------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class Course:
 
         A loader lowers it by those that it leaves out; the next one leaves out what is beyond.
         """
-        self._worker.client.steps.clock_read = True
+        self._client.steps.clock_read = True
         return self._look_left()
 
     @steps_left.setter
@@ -157,16 +159,17 @@ class Course:
 
     @property
     def _clock(self) -> int:
-        return self._worker.client.steps.clocks.get(self._worker.groups[0], 0)
+        return self._client.steps.clocks.get(self._optimizers.groups[0], 0)
 
     def _look_left(self) -> int:
-        worker = self._worker
+        client = self._client
+        again = client.connection.incarnation > 1
         if self._steps_left is None:
-            self._made = worker.client.saving.kept(MADE) if worker.incarnation > 1 else b""
-            self._steps_left = self._clock if worker.incarnation > 1 else 0
+            self._made = client.saving.kept(MADE) if again else b""
+            self._steps_left = self._clock if again else 0
             if self._made:
                 made = msgspec.msgpack.decode(self._made, type=Made)
-                missed = worker.client.steps.resumed.get(made.group, 0) - made.clock
+                missed = client.steps.resumed.get(made.group, 0) - made.clock
                 self._steps_left = made.steps + max(missed, 0)
                 self._rests = self._rests_left = made.rests
             self._before = self._steps_left
@@ -174,11 +177,11 @@ class Course:
 
     def _pack_made(self) -> bytes | None:
         """What has changed since the step before; None: nothing. Asked in each step."""
-        groups, packed = self._worker.groups, b""
+        groups, packed = self._optimizers.groups, b""
         self._look_left()  # what older incarnations have told
         self._rests += self._takes_over
         if len(groups) > 1 or self._rests:
-            client = self._worker.client
+            client = self._client
             stepping = client.saving.stepping
             steps = self._before + self._moves + 1
             if self._rests or steps != self._clock + (groups[0] in stepping):
@@ -214,7 +217,7 @@ class Course:
         Raises:
             ValueError: a loader of another shape made them. Nothing was left out.
         """
-        client = self._worker.client
+        client = self._client
         if not (client.connection.before and self.steps_left):
             return
         known = self._shapes_before()
@@ -234,7 +237,7 @@ class Course:
 
     def remember(self, shape: Shape) -> None:
         """Save the shape with the next step, where a run may go on from it with another one."""
-        client = self._worker.client
+        client = self._client
         if client.connection.restarts:
             known = _shapes(client.saving.kept(SHAPES))
             if shape not in known and len(known) < SHAPES_MAX:
@@ -243,12 +246,12 @@ class Course:
     @property
     def has_static(self) -> bool:
         """Whether steps of a checkpoint are left that were made with loaders of equal shares."""
-        before = self._worker.client.connection.before
+        before = self._client.connection.before
         return bool(before and self.steps_left and self._shapes_before())
 
     def _shapes_before(self) -> list[Shape]:
         """Of the loaders that the steps of older incarnations were made with."""
-        return _shapes(self._worker.client.saving.older(SHAPES))
+        return _shapes(self._client.saving.older(SHAPES))
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -353,13 +356,13 @@ class Course:
             epochs.number = self._loaders
             self._loaders += 1
         if self._irregular is None:
-            worker = self._worker
-            again = worker.incarnation > 1
-            told = [worker.client.saving.kept(each) if again else b"" for each in TOLD]
+            client = self._client
+            again = client.connection.incarnation > 1
+            told = [client.saving.kept(each) if again else b"" for each in TOLD]
             self._irregular = IrregularPasses(*told)
             if self._irregular.forgotten:
                 warn_user(
-                    f"rank {worker.rank} goes on behind loops over more loaders than are known one "
+                    f"rank {client.rank} goes on behind loops over more loaders than are known one "
                     f"by one: of {self._irregular.forgotten} with batches that were in no step all "
                     "batches count as done, so that it may make other steps than before, or with "
                     "other samples. To fix: take steps=n of worker.loader in place of break, and "
@@ -388,7 +391,7 @@ class Course:
             active = ((each.epochs_of.number, each.so_far) for each in self._active if each.skipped)
             return irregular.pack_under_way(active)
 
-        client = self._worker.client
+        client = self._client
         if client.connection.restarts and not client.saving.asks(PASSES):
             client.saving.ask(PASSES, irregular.pack)
             client.saving.ask(UNDER_WAY, under_way)
@@ -404,13 +407,13 @@ class Course:
     def _count_missed(self) -> None:
         """Count the clocks missed since the last look, on the group that steps: others that step
         with it miss the same ones."""
-        missed = self._worker.client.steps.missed_by
+        missed = self._client.steps.missed_by
         if self._missed is None:
             self._missed = dict(missed)
         elif missed:
-            group = self._stepping
-            if group not in self._clocks or group in self._worker.ended:
-                group = next((g for g in self._clocks if g not in self._worker.ended), group)
+            group, steps = self._stepping, self._optimizers.steps
+            if group not in self._clocks or not steps(group):
+                group = next(filter(steps, self._clocks), group)
             late = missed.get(group, 0) - self._missed.get(group, 0)
             self.late += late
             self._moves += late
@@ -418,15 +421,15 @@ class Course:
 
     def forget_missed(self) -> None:
         """What was missed until now is no batches of a loader: of leased ones each comes once."""
-        self._missed = dict(self._worker.client.steps.missed_by)
+        self._missed = dict(self._client.steps.missed_by)
 
     def look(self) -> int:
         """A number that grows where a group was seen to step, or clocks were missed.
 
         Several optimizers may step in turn, as in the phases of a training, or with each batch.
         """
-        before, clocks = self._clocks, self._worker.client.steps.clocks
-        self._clocks = {group: clocks.get(group, 0) for group in self._worker.groups}
+        before, clocks = self._clocks, self._client.steps.clocks
+        self._clocks = {group: clocks.get(group, 0) for group in self._optimizers.groups}
         moved = [each for each, clock in self._clocks.items() if clock != before.get(each, clock)]
         if moved:
             self._moves += 1

@@ -20,7 +20,8 @@ from paramserve.errors import ParamServeError, Timeout, UnknownName, warn_user
 from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.client import Client
+    from paramserve.training.optimizers import Optimizers
 
 WAIT_S = 2.0
 """How long one question for samples waits at the coordinator."""
@@ -45,6 +46,36 @@ class Drawn(NamedTuple):
     mark: Mark
 
 
+class Leases:
+    """The leased loaders of one worker, over one of which it iterates at a time.
+
+    Attributes:
+        present: whose batches the steps take; None: those of no leased loader.
+        made: how many there are.
+    """
+
+    def __init__(self, client: Client, optimizers: Optimizers) -> None:
+        self.client = client
+        self.optimizers = optimizers
+        self.present: LeasedWork | None = None
+        self.made = 0
+
+    def next_name(self) -> str:
+        """For one more loader: the same on all ranks that make them in the same order."""
+        self.made += 1
+        return f"loader-{self.made}"
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a loop over one is."""
+        return self.present is not None and self.present.active
+
+    @property
+    def step_samples(self) -> float | None:
+        """Samples behind the present step; None: it is not with batches of a leased loader."""
+        return self.present.step_samples if self.present is not None else None
+
+
 class LeasedWork:
     """What one worker does of one loader.
 
@@ -62,7 +93,7 @@ class LeasedWork:
 
     def __init__(
         self,
-        worker: Worker,
+        leases: Leases,
         name: str,
         plan: LeasePlan,
         *,
@@ -76,10 +107,11 @@ class LeasedWork:
         """Whether all samples of this turn are in the values."""
         self.active = False
         """Whether a loop is under way."""
-        self._worker = worker
-        self._client = worker.client
-        self._connection = worker.client.connection
-        self._control = worker.client.connection.control
+        self._leases = leases
+        self._optimizers = leases.optimizers
+        self._client = leases.client
+        self._connection = leases.client.connection
+        self._control = leases.client.connection.control
         self._told = told
         self._has_others = has_others
         self._clock = clock
@@ -118,11 +150,11 @@ class LeasedWork:
         Raises:
             ParamServeError: a loop over another leased loader is under way. Nothing was changed.
         """
-        other = self._worker.leased
+        other = self._leases.present
         if other is not None and other is not self:
             if other.active:
                 raise ParamServeError(
-                    f"rank {self._worker.rank} began loader {self.name!r} while it iterates over "
+                    f"rank {self._client.rank} began loader {self.name!r} while it iterates over "
                     f"{other.name!r}: a step cannot take samples of two leased loaders",
                     fix='end the other loop first, or give one of them shards="static"',
                 )
@@ -133,8 +165,8 @@ class LeasedWork:
         self._settle_plan()
         if not self._finishes:
             self._finishes = True
-            self._worker.finishers.append(self.finish)
-        self._worker.leased = self
+            self._optimizers.finish_by(self.finish)
+        self._leases.present = self
         self._client.steps.next_mark = self.next_mark
         self.active = True
         self._since = None
@@ -159,7 +191,7 @@ class LeasedWork:
 
     def _settle_plan(self) -> None:
         if self.plan.batches_per_step == AS_WORKER_SAYS:  # the optimizer has a policy by now
-            self.plan = replace(self.plan, batches_per_step=self._worker.batches_per_step)
+            self.plan = replace(self.plan, batches_per_step=self._optimizers.batches_per_step)
 
     def _next_turn(self) -> None:
         self._turn += 1
@@ -182,7 +214,7 @@ class LeasedWork:
     @property
     def batches_expected(self) -> int:
         """Of one turn, if all ranks had equal shares: at least 1."""
-        plan, workers = self.plan, self._worker.workers
+        plan, workers = self.plan, self._connection.workers
         return plan.steps or -(-plan.epochs * plan.size // (plan.batch * workers))
 
     @property
@@ -215,7 +247,7 @@ class LeasedWork:
         before_s, waited_s = self._clock(), self._connection.waited_s
         try:
             self._client.drain()
-            for group in self._worker.groups:
+            for group in self._optimizers.groups:
                 with contextlib.suppress(UnknownName):  # nothing was defined there
                     self._client.rest(group)
             found = self._await()
@@ -230,11 +262,11 @@ class LeasedWork:
         """Take part in the groups again: a step of a clock that is over would be dropped, with its
         samples. The others may have gone on, so the present values are taken, too."""
         was_pending = False
-        for group in self._worker.groups:
+        for group in self._optimizers.groups:
             with contextlib.suppress(UnknownName):
                 was_pending = self._client.enter(group) or was_pending
-        for refresh in self._worker.refreshers if was_pending else ():
-            refresh()
+        if was_pending:
+            self._optimizers.refresh()
 
     def _await(self) -> bool:
         patience_s = self._client.steps.waits.patience_s
@@ -251,7 +283,7 @@ class LeasedWork:
             if waited_s < timeouts.SAY_S and waited_s <= patience_s:
                 continue
             who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
-            told = f"rank {self._worker.rank} waits for the end of loader {self.name!r}: " + (
+            told = f"rank {self._client.rank} waits for the end of loader {self.name!r}: " + (
                 f"{who or 'a rank that ended'} has not finished what was leased to it, for "
                 f"{waited_s:.0f} s"
             )
@@ -286,8 +318,7 @@ class LeasedWork:
 
     def settle(self) -> None:
         """Exchange own steps that were not exchanged yet: what was delivered is in them."""
-        for optimizer in self._worker.own_steps:
-            optimizer.settle()
+        self._optimizers.settle()
 
     def pause(self) -> None:
         """The loop ends while batches are on their way, and goes on later."""
@@ -351,7 +382,7 @@ class LeasedWork:
     def unfinished(self) -> bool:
         """Whether what was drawn and not stepped with suffices for a step, of the servers or of an
         optimizer that steps by itself."""
-        if self._worker.own_steps:
+        if self._optimizers.own_steps:
             return len(self._pending) > self._in_own_steps
         return len(self._pending) >= self.plan.batches_per_step
 
@@ -360,7 +391,7 @@ class LeasedWork:
         """Batches of the own steps since the last exchange."""
         present = self._delivered if self._told else len(self._pending)
         several = self.plan.batches_per_step  # of `every` own steps
-        made = [own.since * several // own.every for own in self._worker.own_steps]
+        made = [own.since * several // own.every for own in self._optimizers.own_steps]
         return min(present, max(made, default=0))
 
     @property
@@ -368,7 +399,7 @@ class LeasedWork:
         """Batches of the present step."""
         if self._told:
             return self._delivered
-        if self._worker.own_steps:
+        if self._optimizers.own_steps:
             return self._in_own_steps
         return min(self.plan.batches_per_step, len(self._pending))
 

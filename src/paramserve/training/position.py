@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from paramserve.messages import PassBy
 
 if TYPE_CHECKING:
-    from paramserve.worker import Worker
+    from paramserve.client import Client
+    from paramserve.training.course import Course
+    from paramserve.training.leases import Leases
+    from paramserve.training.optimizers import Optimizers
 
 OWN_LOOP = "own loop"
 """What a worker saves that steps in a loop of its own, in no pass over a loader: the number of the
@@ -42,8 +45,14 @@ class Position:
         seen: number of the last collective whose result is known here.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(
+        self, client: Client, optimizers: Optimizers, course: Course, leases: Leases
+    ) -> None:
+        self._client = client
+        self._optimizers = optimizers
+        self._course = course
+        self._leases = leases
+        self._again = client.connection.incarnation > 1
         self.seen = 0
         self._looks = deque[int](maxlen=LOOKS_MAX)
         """`seen` when the program looked at its clock before its first step."""
@@ -54,8 +63,8 @@ class Position:
         self._begins: int | None = None
         """`OWN_LOOP` as it was saved; None: the loop is none of the program's own."""
         self._begins_read = False
-        if worker.incarnation > 1 or worker.client.connection.restarts:
-            worker.client.saving.ask(OWN_LOOP, self._begin_steps)
+        if self._again or client.connection.restarts:
+            client.saving.ask(OWN_LOOP, self._begin_steps)
 
     def look(self) -> None:
         """The program asks how far its rank is, as where a loop of its own begins there."""
@@ -69,23 +78,23 @@ class Position:
         """Steps that the function has gone through since it began, with those that loaders have
         left out or that its loop begins behind: where a rank is that was restarted or added. With
         leased loaders ranks are at other steps in the same call."""
-        worker, steps = self._worker, self._worker.client.steps
-        clocks = [steps.clocks.get(each, 0) for each in worker.groups]
-        left, later = 0, worker.incarnation > 1
+        steps, groups = self._client.steps, self._optimizers.groups
+        clocks = [steps.clocks.get(each, 0) for each in groups]
+        left, later = 0, self._again
         begins = later and self._first_step is None
         if begins:
             left = self._left()
         elif not later and all(
             clock <= steps.resumed.get(group, 0)
-            for group, clock in zip(worker.groups, clocks, strict=True)
+            for group, clock in zip(groups, clocks, strict=True)
         ):
             left = clocks[0]
-        even = not worker.leased_loaders
-        known = not left or (later and even and worker.course.place_known)
+        even = not self._leases.made
+        known = not left or (later and even and self._course.place_known)
         # Each optimizer steps at most once with each batch that is left.
         done = [max(clock - left, 0) if known else 0 for clock in clocks]
-        epoch, leased = worker.course.epoch_behind(0), worker.leased
-        in_pass = worker.course.in_pass or (leased is not None and leased.active)
+        epoch = self._course.epoch_behind(0)
+        in_pass = self._course.in_pass or self._leases.under_way
         return Place(
             done[0],
             known and even,
@@ -100,15 +109,15 @@ class Position:
         """Steps of older incarnations that the program has not come by yet."""
         if not self._begins_read:
             self._begins_read = True
-            kept = self._worker.client.saving.older(OWN_LOOP)
+            kept = self._client.saving.older(OWN_LOOP)
             self._begins = int(kept) if kept else None
         if self._begins is not None and self.seen >= self._begins:
             return 0
-        return self._worker.course.look_left()
+        return self._course.look_left()
 
     @property
     def _in_pass(self) -> bool:
-        return self._worker.leased is not None or self._worker.course.in_pass
+        return self._leases.present is not None or self._course.in_pass
 
     def _begin_steps(self) -> bytes | None:
         """Before the first step: what is to be saved of the loop. The others wait no longer for
@@ -117,18 +126,18 @@ class Position:
         Raises:
             CollectiveMismatch: it has made some of the calls before this step, and not all.
         """
-        worker = self._worker
-        stepping = worker.client.saving.stepping
+        client = self._client
+        stepping = client.saving.stepping
         if self._first_step is not None:
             group, seen = self._first_step
             if group not in stepping:
                 return None  # another optimizer
-            worker.client.saving.stop_asking(OWN_LOOP)
+            client.saving.stop_asking(OWN_LOOP)
             return self._correct_begin(seen)
         place = self.place
-        if worker.incarnation > 1:
-            terms = worker.client.steps.terms
-            policies = [terms(group).policy for group in worker.groups]
+        if self._again:
+            terms = client.steps.terms
+            policies = [terms(group).policy for group in self._optimizers.groups]
             together = all(each and each.collects and not each.partial for each in policies)
             if together and place.exact and place.ticks:
                 message = PassBy(
@@ -138,10 +147,10 @@ class Position:
                     seen=self.seen,
                     ticks=place.ticks,
                 )
-                worker.client.connection.begin_steps(message)
+                client.connection.begin_steps(message)
         self._first_step = stepping[0], self.seen  # an interrupt before this repeats the message
         if self._begins is not None or not self._looks or self._in_pass:
-            worker.client.saving.stop_asking(OWN_LOOP)
+            client.saving.stop_asking(OWN_LOOP)
             return None
         self._begins = self._looks[-1]
         return b"%d" % self._begins

@@ -12,14 +12,15 @@ from paramserve import seeding
 from paramserve.checkpoint import plain
 from paramserve.client import Client
 from paramserve.client.saving import RANDOM
-from paramserve.consistency.built_in import OWN_STEPS
 from paramserve.core.directory import NAME
 from paramserve.errors import warn_user
 from paramserve.messages import DatasetSize, SameSize
 from paramserve.observe.history import StepsTaken
 from paramserve.training.collectives import Collectives
 from paramserve.training.course import Course
+from paramserve.training.leases import Leases
 from paramserve.training.notices import Notices
+from paramserve.training.optimizers import Optimizers
 from paramserve.training.position import Position
 
 if TYPE_CHECKING:
@@ -27,15 +28,13 @@ if TYPE_CHECKING:
 
     from paramserve.codecs.base import Codec
     from paramserve.consistency.base import Policy
-    from paramserve.observe.history import History
-    from paramserve.pytorch.batches import Kept, KeysOf
+    from paramserve.pytorch.batches import KeysOf
     from paramserve.pytorch.leased import LeasedLoader
     from paramserve.pytorch.loader import Loader
-    from paramserve.pytorch.local import Local
     from paramserve.pytorch.process_group import StartedGroup
     from paramserve.pytorch.registry import Registry
     from paramserve.rules.base import Rule
-    from paramserve.training.leases import LeasedWork
+    from paramserve.training.host import Kept
 
 
 RETURNED = "returned"
@@ -59,20 +58,8 @@ class Worker:
         client: the key-value API: define, push, pull, tick.
         seed: of the run, equal on all ranks. In a run the global generators are seeded from it and
             `rank`; a process that `ps.connect` joined from does so itself.
-        stepped: the groups that adopted optimizers end steps on: of dense layers and of tables.
-        finishers: called in order when the training function has returned.
-        refreshers: called after this worker took no part for a while: they take present values.
-        own_steps: the adopted optimizers that step by themselves, between two exchanges.
-        ended: groups that no longer step, since another optimizer took over parameters of theirs.
-        histories: what became of the steps of each adopted optimizer, by its name.
-        passes: what loaders and samplers of one dataset have in common.
-        course: what its loops over loaders know from one pass to the next.
-        looped: whether a loader was iterated over with gradients on.
-        leased: the leased loader whose batches the steps take at present, if there is one.
-        leased_loaders: how many were made.
-        notices: what the user is told of a run that goes otherwise than it looks.
-        registry: who owns the value of each tensor of the optimizers' models, once there is one.
-        load_state: what the models start from, by the name of their optimizer; see `load_state=`.
+        optimizers, leases, course, notices, passes, registry, load_state: as of
+            `paramserve.training.host.Host`, for what it makes.
     """
 
     def __init__(
@@ -83,30 +70,25 @@ class Worker:
     ) -> None:
         self.client = client
         self.seed = seed
-        self.stepped: list[str] = []
-        self.finishers: list[Callable[[], None]] = []
-        self.refreshers: list[Callable[[], None]] = []
-        self.own_steps: list[Local[Any]] = []
-        self.ended: set[str] = set()
-        self.histories: dict[str, History] = {}
         self.registry: Registry | None = None
-        self.leased: LeasedWork | None = None
         self.passes: Kept = {}
-        self.looped = False
         self.load_state: dict[str, dict[str, Any]] = {}
-        self.leased_loaders = 0
+        self.optimizers = Optimizers(client)
+        self.leases = Leases(client, self.optimizers)
+        self.course = Course(client, self.optimizers)
+        self.notices = Notices(client, report)
+        self._looped = False
+        """Whether a loader was iterated over with gradients on."""
         self._own_parts = 0
         """Loaders over this rank's own part on whose batches the ranks have agreed."""
         self._compared = False
         """Whether a loader was made, which `compare_size` was asked about."""
-        self.notices = Notices(client, report)
         self._report = report
         self._process_group: StartedGroup | None = None
         self._random: bytes | None = None
         """Where an older incarnation's generators were; empty when no loader needs it any more,
         None: the servers were not asked."""
-        self.course = Course(self)
-        self._position = Position(self)
+        self._position = Position(client, self.optimizers, self.course, self.leases)
         self._collectives = Collectives(client.connection, client.steps, self._position)
 
     def __repr__(self) -> str:
@@ -149,19 +131,16 @@ class Worker:
         are known there, else on "default".
         """
         self._position.look()
-        return self.client.clock(self.groups[0])
+        return self.client.clock(self._group)
 
     @property
     def _clock(self) -> int:
-        return self.client.steps.clocks.get(self.groups[0], 0)
+        return self.client.steps.clocks.get(self._group, 0)
 
     @property
-    def groups(self) -> tuple[str, ...]:
-        """The groups that this worker steps on: of its adopted optimizers or, before one is
-        adopted, the one that `clock` speaks of."""
-        if self.stepped or self.histories:
-            return tuple(self.stepped or self.histories)
-        return ("model",) if self.client.steps.clocks.get("model") else ("default",)
+    def _group(self) -> str:
+        """The first one that this worker steps on, whose clock `clock` is."""
+        return self.optimizers.groups[0]
 
     def go_on_drawing(self, *, first: bool = False) -> None:
         """Let the generators of this process go on where an older incarnation's were after its last
@@ -185,7 +164,7 @@ class Worker:
     def missed(self) -> int:
         """Clocks that the others decided without this worker, as `ps.Sync(backup=)` allows: of the
         group whose clock `clock` is."""
-        return self.client.steps.missed_by.get(self.groups[0], 0)
+        return self.client.steps.missed_by.get(self._group, 0)
 
     @property
     def retiring(self) -> bool:
@@ -193,15 +172,9 @@ class Worker:
         end by themselves; a loop of your own should."""
         return self.client.steps.retiring
 
-    @property
-    def step_samples(self) -> float | None:
-        """Samples behind the present step; None: it is not with batches of a leased loader."""
-        return self.leased.step_samples if self.leased is not None else None
-
-    def new_loader_name(self) -> str:
-        """For the next leased loader: the same on all ranks that make them in the same order."""
-        self.leased_loaders += 1
-        return f"loader-{self.leased_loaders}"
+    def loop_with_gradients(self) -> None:
+        """See `Host`."""
+        self._looped = True
 
     def agree_on_batches(self, batches: int) -> int:
         """As many as the rank has whose part is the smallest: all ranks call it for their next
@@ -532,13 +505,13 @@ class Worker:
     def returned_before(self) -> bool:
         """Whether the function of an older incarnation has returned at the step where this one goes
         on, so that nothing that follows that step is left."""
-        resumed = self.client.steps.resumed.get(self.groups[0], 0)
+        resumed = self.client.steps.resumed.get(self._group, 0)
         return self.client.saving.kept(RETURNED) == b"%d" % resumed
 
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""
         if self._report is not None:
-            for name, history in self.histories.items():
+            for name, history in self.optimizers.histories.items():
                 taken = StepsTaken(name, history.kept())
                 self._report("steps", msgspec.msgpack.encode(taken))
 
@@ -672,13 +645,6 @@ class Worker:
             **dataloader_options,
         )
 
-    @property
-    def batches_per_step(self) -> int:
-        """Batches of one clock on the first of `groups`, with one for each call of the optimizer:
-        what a loader's iteration goes by if the loader was not told."""
-        policy = self.client.steps.terms(self.groups[0]).policy
-        return policy.steps_per_clock if isinstance(policy, OWN_STEPS) else 1
-
     def sampler(
         self,
         dataset: torch.utils.data.Dataset[Any],
@@ -714,7 +680,9 @@ class Worker:
         By what this client knows: the cluster may have ended. A loop that reduces arrays may
         average gradients or values by itself; metrics and decisions are mostly single numbers.
         """
-        if not self.looped or self.histories or self._process_group or self._collectives.arrays:
+        if not self._looped or self.optimizers.histories:
+            return False
+        if self._process_group or self._collectives.arrays:
             return False
         return not (self.client.steps.clocks or self.client.connection.exchange.blocks)
 
@@ -725,8 +693,7 @@ class Worker:
 
     def finish(self) -> None:
         """End in order: install what is outstanding, then leave the cluster."""
-        for finisher in self.finishers:
-            finisher()
+        self.optimizers.finish()
         if self.load_state and self.rank == 0:
             names = ", ".join(name or "the first one" for name in self.load_state)
             warn_user(
@@ -736,7 +703,7 @@ class Worker:
         self.tell_steps()
         if self.trains_alone:
             self.notices.trained_alone()
-        self.notices.nothing_left(self.groups[0])
+        self.notices.nothing_left(self._group)
         if waiting := self.client.steps.staged.unapplied():
             warn_user(
                 f"rank {self.rank} ends with pushes that wait for a tick: {waiting}. They are not "

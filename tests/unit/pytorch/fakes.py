@@ -26,6 +26,7 @@ from paramserve.consistency.registry import PolicyTraits
 from paramserve.errors import DefineTimeout, NonFinite
 from paramserve.messages import Piece
 from paramserve.rules import SGD, Adam, PushInfo, Run
+from paramserve.training.optimizers import Optimizers
 
 WAIT_S = 20.0
 PUSH = PushInfo(-1, 0, 0, 0, 1.0, 1.0)
@@ -150,23 +151,19 @@ class FakeCluster:
                 self.decide(group)
 
     def worker(self, rank: int = 0, seed: int = 7) -> Any:
+        client: Any = FakeClient(self, rank)
         return SimpleNamespace(
             rank=rank,
             workers=self.workers,
             seed=seed,
-            client=FakeClient(self, rank),
+            client=client,
             incarnation=1,
             registry=None,
             course=SimpleNamespace(take_over=nullcontext),
-            stepped=[],
-            step_samples=None,
-            finishers=[],
-            refreshers=[],
-            own_steps=[],
-            ended=set(),
+            optimizers=Optimizers(client),
+            leases=SimpleNamespace(step_samples=None),
             load_state={},
             tell_extra_state=self.extra.__setitem__,
-            histories={},
             go_on_drawing=lambda *, first: None,
         )
 
@@ -443,8 +440,7 @@ def on_all_ranks(cluster: FakeCluster, function: Callable[[Any], Any]) -> list[A
     def run(rank: int) -> Any:
         worker = cluster.worker(rank)
         returned = function(worker)
-        for finisher in worker.finishers:
-            finisher()
+        worker.optimizers.finish()
         cluster.leave(rank)
         return returned
 

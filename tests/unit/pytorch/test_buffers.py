@@ -69,7 +69,7 @@ def test_buffers_are_assigned_every_few_steps_and_the_rest_at_the_end() -> None:
     assert names == {
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "mask", "causal")
     }
-    worker.finishers[0]()
+    worker.optimizers.finish()
     assert tracked.values_of("norm.num_batches_tracked") == 2 * BUFFERS_EVERY + 1
     assert cluster.stored[-3][1].pieces[0].name == "backbone.weight"
 
@@ -89,7 +89,7 @@ def test_buffers_replaced_by_the_model_are_found() -> None:
     net = Net()
     adopt(worker, net, torch.optim.SGD(net.trained(), lr=0.01))
     net.norm.running_mean = torch.tensor([3.0, 4.0])
-    worker.finishers[0]()
+    worker.optimizers.finish()
     assert cluster.result()["norm.running_mean"].tolist() == [3.0, 4.0]
 
 

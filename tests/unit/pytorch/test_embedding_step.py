@@ -100,7 +100,7 @@ def test_step_of_tables_alone_needs_no_block_on_the_servers() -> None:
             each.step()
     assert_same(ours, theirs)
     assert cluster.blocks == []
-    assert worker.stepped == ["users", "items"]
+    assert [*worker.optimizers.groups] == ["users", "items"]
 
 
 def test_step_ends_the_clock_of_tables_without_gradients() -> None:
@@ -112,7 +112,7 @@ def test_step_ends_the_clock_of_tables_without_gradients() -> None:
     users, items = tables_of(worker)
     assert [(push.keys, push.tick) for push in users.pushes] == [([3], True)]
     assert [(push.keys, push.tick) for push in items.pushes] == [([], True)]
-    assert worker.stepped == ["model", "users", "items"]
+    assert [*worker.optimizers.groups] == ["model", "users", "items"]
 
 
 @pytest.mark.parametrize("dense", ["servers", "local"])
@@ -231,8 +231,7 @@ def test_step_overlap_pushes_rows_at_once() -> None:
     ours(*BATCHES[0]).backward()
     optimizer.step()
     assert tables_of(worker)[0].pushes[0].keys == [1, 2]
-    for finisher in worker.finishers:
-        finisher()
+    worker.optimizers.finish()
 
 
 def test_step_weight_goes_to_the_tables() -> None:
@@ -269,12 +268,11 @@ def test_result_has_the_dense_layers_under_their_names() -> None:
         optimizer = adopt(worker, ours, sgd(ours), dense=dense)
         ours(*BATCHES[0]).backward()
         optimizer.step()
-        for finisher in worker.finishers:
-            finisher()
+        worker.optimizers.finish()
         result = {name: torch.from_numpy(value) for name, value in cluster.result().items()}
         assert result.keys() == ours.state_dict().keys()
         assert torch.equal(result["head.weight"], ours.head.weight)
-        assert list(worker.histories) == ["model"]
+        assert list(worker.optimizers.histories) == ["model"]
 
 
 def test_module_added_later_comes_with_its_group() -> None:
@@ -286,7 +284,7 @@ def test_module_added_later_comes_with_its_group() -> None:
     ours.more(torch.tensor([5])).sum().backward()
     optimizer.step()
     assert worker.client.tables["more"].pushes[0].keys == [5]
-    assert worker.stepped[-1] == "more"
+    assert worker.optimizers.groups[-1] == "more"
 
 
 def test_adopt_second_optimizer_leaves_the_first_ones_tables() -> None:

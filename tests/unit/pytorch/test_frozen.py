@@ -176,7 +176,7 @@ def test_frozen_parameters_that_are_too_large_are_left_out_of_the_result(
     with pytest.warns(UserWarning, match="lacks 5 frozen parameters.*strict=False"):
         train(worker, Adapted())
     with pytest.warns(UserWarning, match="lacks 5 frozen parameters.*strict=False"):
-        worker.finishers[0]()
+        worker.optimizers.finish()
     assert "model" not in cluster.extra
 
 

@@ -54,7 +54,7 @@ def test_own_steps_of_a_worker_that_retires_are_exchanged_before_it_gives_back()
     cluster = FakeCluster(2)
     one, two = cluster.workers
     own = FakeOwnSteps(one, every=3)
-    two.batches_per_step = 3
+    two.optimizers.batches_per_step = 3
     found = []
     for (batch,) in load(one, tensors(40), batch_size=5, **DYNAMIC):
         found.append(batch.tolist())
@@ -72,7 +72,7 @@ def test_own_steps_of_a_loop_that_is_left_are_not_given_back(make: Any, then: st
     cluster = FakeCluster(2)
     one, two = cluster.workers
     own = FakeOwnSteps(one, every=3)
-    two.batches_per_step = 3
+    two.optimizers.batches_per_step = 3
     batches = make(one, tensors(40), batch_size=5, **DYNAMIC)
     loop = iter(batches)
     for _ in range(4):
@@ -83,7 +83,7 @@ def test_own_steps_of_a_loop_that_is_left_are_not_given_back(make: Any, then: st
     assert one.client.marks == [(1, 15)]
     if then == "the run ends":
         own.settle()
-        one.finishers[0]()
+        one.optimizers.finish()
     else:
         next(
             iter(
@@ -112,8 +112,7 @@ def test_own_steps_with_batches_that_were_drawn_ahead_count(until_done: bool) ->
     assert worker.events.count("idle") == until_done
     own.settle()  # as at the end of the run
     assert worker.client.marks == [(1, 10)]
-    for finish in worker.finishers:
-        finish()
+    worker.optimizers.finish()
     assert worker.client.control.cluster.book.reports()[0].ranks == ((0, 10, 10),)
 
 
@@ -141,8 +140,8 @@ def test_step_carries_the_mark_of_all_that_was_delivered() -> None:
     # Leases of two steps, 30 samples, then the rest of the epoch; 2 batches fill no step.
     assert worker.client.marks == [(1, 15), (1, 30)]
     assert worker.client.weights == [15.0, 15.0]
-    assert worker.leased is not None
-    assert worker.leased.step_samples == 10.0
+    assert worker.leases.present is not None
+    assert worker.leases.step_samples == 10.0
 
 
 def test_step_of_a_second_optimizer_has_the_same_samples_and_no_mark() -> None:
@@ -169,7 +168,7 @@ def test_speed_counts_own_compute_only() -> None:
     (worker,) = cluster.workers
     now = [0.0]
     plan = LeasePlan(1000, 1, 0, 5, 5, 5, 1, SEED)
-    work = LeasedWork(worker, "w", plan, told=False, clock=lambda: now[0])
+    work = LeasedWork(worker.leases, "w", plan, told=False, clock=lambda: now[0])
     work.begin()
     speeds = []
     for compute_s, waited_s in [(9.0, 0.0), (0.5, 3.0), (0.5, 0.0), (1.0, 7.0)]:
@@ -187,7 +186,7 @@ def test_adaptive_batches_go_by_the_speeds_that_steps_had() -> None:
     now = [0.0]
     plan = LeasePlan(10_000, 1, 0, 20, 2, 100, 1, SEED)
     works = [
-        LeasedWork(worker, "w", plan, told=False, clock=lambda: now[0])
+        LeasedWork(worker.leases, "w", plan, told=False, clock=lambda: now[0])
         for worker in cluster.workers
     ]
     sizes: list[list[int]] = [[], []]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.pytorch.hosts import host
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.consistency.built_in import LocalSteps, Sync
 from paramserve.observe.history import History
 from paramserve.pytorch.loader import load, sampler
-from paramserve.training.course import Course
 from paramserve.worker import Worker
 
 
@@ -45,26 +45,12 @@ def worker(
     """Args:
     before: workers of the checkpoint that the run has gone on from.
     """
-    made = SimpleNamespace(
-        client=SimpleNamespace(
-            connection=SimpleNamespace(before=before, restarts=False),
-            steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
-        ),
-        incarnation=1,
-        groups=("model",),
-        ended=set(),
+    client: Any = SimpleNamespace(
         rank=rank,
-        workers=workers,
-        seed=seed,
-        go_on_drawing=lambda: None,
-        passes={},
-        retiring=False,
-        leased=None,
-        batches_per_step=1,
-        compare_size=lambda arguments, size: None,
-        trains_alone=False,
+        connection=SimpleNamespace(before=before, restarts=False, incarnation=1),
+        steps=SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={}),
     )
-    made.course = Course(made)
+    made = host(client, rank=rank, workers=workers, seed=seed)
     made.course.steps_left = steps_before
     return made
 
@@ -256,7 +242,7 @@ def test_restart_with_several_batches_to_a_step(clock: int, first: int) -> None:
 def test_restart_goes_by_the_policy_that_holds_when_the_iteration_begins() -> None:
     me = worker(steps_before=2)
     loader = load(me, numbers(40), batch_size=5)
-    me.batches_per_step = 3  # the optimizer is adopted after the loader was made
+    me.optimizers.batches_per_step = 3  # the optimizer is adopted after the loader was made
     assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]
 
 
@@ -278,7 +264,7 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
     )
     me = Worker(client, seed=3)  # a fake
     loader = me.loader(numbers(40), batch_size=5)
-    me.histories["lm"] = History()
+    me.optimizers.adopt("lm", [], History(), lambda: None)
     assert indices(loader) == indices(load(worker(), numbers(40), batch_size=5))[6:]
 
 
@@ -296,7 +282,7 @@ def test_missed_clocks_take_their_batches_along(make, batches_per_step: int, tol
     got = []
     options: dict[str, Any] = {"batches_per_step": batches_per_step} if told else {}
     loader = load(me, make(40), batch_size=2, epochs=2, **options)
-    me.batches_per_step = 5 if told else batches_per_step
+    me.optimizers.batches_per_step = 5 if told else batches_per_step
     for i, batch in enumerate(loader):
         got += indices([batch])
         missed["model"] += {1: 1, 5: 3}.get(i, 0)

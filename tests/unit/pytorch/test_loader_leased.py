@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.pytorch.hosts import FakeOptimizers
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paramserve.client.loop_progress import LoopProgress
@@ -19,7 +20,7 @@ from paramserve.messages import GiveBack, Lease, Leased, LeasePlan, Ok
 from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load, sampler
 from paramserve.training.course import Course
-from paramserve.training.leases import LeasedWork
+from paramserve.training.leases import LeasedWork, Leases
 
 SEED = 3
 DYNAMIC: dict[str, Any] = {"shards": "dynamic"}
@@ -104,6 +105,7 @@ class FakeClient:
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
         self.before, self.restarts, self.late, self.epochs = 0, False, False, 0
+        self.incarnation, self.rank, self.workers = 1, worker.rank, len(cluster.ranks)
         self.pending = False
         self.retiring = False
         self.missed_by: dict[str, int] = {}
@@ -132,8 +134,7 @@ class FakeClient:
 
     def train(self) -> None:
         """As `worker.optimizer` does: the weight is asked for before the step is sent."""
-        leased = self._worker.leased
-        self.weights.append(leased.step_samples if leased is not None else None)
+        self.weights.append(self._worker.leases.step_samples)
         self.marks.append(self.next_mark() if self.next_mark is not None else None)
 
 
@@ -146,28 +147,25 @@ class FakeWorker:
         self.seed = SEED
         self.events: list[str] = []
         self.client = FakeClient(cluster, self)
-        self.leased: LeasedWork | None = None
-        self.groups: tuple[str, ...] = ("model",)
-        self.refreshers: list[Callable[[], None]] = [lambda: self.events.append("refresh")]
+        client: Any = self.client
+        self.optimizers: Any = FakeOptimizers(client)
+        self.optimizers.refresh_by(lambda: self.events.append("refresh"))
+        self.leases = Leases(client, self.optimizers)
         self.workers = len(cluster.ranks)
-        self.incarnation, self.ended = 1, set[str]()
-        self.course = Course(self)
+        self.course = Course(client, self.optimizers)
         self.passes: Any = {}
         self.compare_size = lambda arguments, size: None
         self.trains_alone = False
         self.go_on_drawing = lambda: None
-        self.names = 0
-        self.batches_per_step = 1
-        self.own_steps: list[FakeOwnSteps] = []
-        self.finishers: list[Callable[[], None]] = []
+        self.loop_with_gradients = lambda: None
 
     @property
     def retiring(self) -> bool:
         return self.client.retiring
 
-    def new_loader_name(self) -> str:
-        self.names += 1
-        return f"loader-{self.names}"
+    @property
+    def incarnation(self) -> int:
+        return self.client.incarnation
 
 
 class FakeOwnSteps:
@@ -178,10 +176,10 @@ class FakeOwnSteps:
 
     def __init__(self, worker: FakeWorker, every: int, count: int | None = None) -> None:
         self.worker = worker
-        self.every = worker.batches_per_step = every
+        self.every = worker.optimizers.batches_per_step = every
         self.count = count if count is not None else every
         self.since = 0
-        worker.own_steps.append(self)
+        worker.optimizers.step_alone(self)
 
     def step(self) -> None:
         self.since += 1
@@ -332,14 +330,13 @@ def test_leased_worker_that_ends_tells_how_far_it_came_in_a_loop_that_it_left() 
     found = train(one, loader, steps=1)
     found += train(one, loader, steps=2)
     one.client.train()  # a last exchange, with nothing of the loader in it
-    (finish,) = one.finishers
-    finish()
+    one.optimizers.finish()
     assert one.events[-2:] == ["drain", "idle"]
     assert cluster.book.reports()[0].ranks[0][2] == 15
     cluster.meanwhile = cluster.stuck
     found += train(two, load(two, tensors(40), batch_size=5, **DYNAMIC))
     assert samples(found) == Counter(range(40)), "it holds nothing any more"
-    finish()
+    one.optimizers.finish()
     assert one.events[-2:] == ["drain", "idle"]
 
 
@@ -351,8 +348,7 @@ def test_leased_worker_that_ends_says_nothing_of_a_turn_that_is_over_or_was_not_
     train(worker, load(worker, tensors(40), batch_size=5, **DYNAMIC), steps=0)
     next(iter(load(worker, tensors(40), batch_size=5, **DYNAMIC)))
     told = list(worker.events)
-    for finish in worker.finishers:
-        finish()
+    worker.optimizers.finish()
     assert worker.events == told
 
 
@@ -439,7 +435,7 @@ def dying(cluster: FakeCluster, form: Any, optimizers: int, dies_after: int) -> 
 
     def again(dead: FakeWorker) -> Iterator[list[int]]:
         worker = FakeWorker(cluster, dead.rank)
-        worker.number, worker.incarnation = dead.number + 10, 2
+        worker.number, worker.client.incarnation = dead.number + 10, 2
         cluster.book.changed([10, worker.number], 1)
         last = [mark for mark in dead.client.marks if mark is not None][-1]
         group = SimpleNamespace(marks=[(dead.number, *last)], held=[])
@@ -486,7 +482,7 @@ def test_leased_retiring_worker_ends_and_gives_back() -> None:
 def test_leased_idle_rank_suspends_its_membership_before_it_waits() -> None:
     cluster = FakeCluster(2)
     one, two = cluster.workers
-    one.groups = ("model", "unknown", "second")
+    one.optimizers.groups = ("model", "unknown", "second")
     loops = [
         stepping(worker, load(worker, tensors(10), batch_size=5, **DYNAMIC))
         for worker in cluster.workers
@@ -525,7 +521,7 @@ def test_leased_holder_that_does_not_go_on_is_named() -> None:
         next(theirs)
     now = [0.0]
     plan = LeasePlan(40, 1, 0, 5, 5, 5, 1, SEED)
-    work = LeasedWork(one, "loader-1", plan, told=False, clock=lambda: now[0])
+    work = LeasedWork(one.leases, "loader-1", plan, told=False, clock=lambda: now[0])
     work.begin()
     while work.draw():
         one.client.train()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.pytorch.hosts import host
 from tests.unit.pytorch.test_loader import indices, numbers
-from tests.unit.pytorch.test_loader import worker as plain_worker
 from tests.unit.pytorch.test_loader_leased import FakeCluster, in_turns, samples, stepping, tensors
 
 from paramserve.client.loop_progress import LoopProgress
@@ -36,7 +36,7 @@ class Asked:
         self.held: list[Any] = []
         self.known: dict[str, Table] = {}
         self.keyed: Any = SimpleNamespace(reads=None)
-        self.connection = SimpleNamespace(before=0, restarts=False)
+        self.connection = SimpleNamespace(before=0, restarts=False, incarnation=1)
         self.steps = SimpleNamespace(loop=LoopProgress(), clocks={}, missed_by={})
 
     def table(self, name: str) -> Table:
@@ -54,8 +54,7 @@ class Asked:
 
 
 def worker(**about: Any) -> Any:
-    made = plain_worker(about.get("rank", 0), about.get("workers", 1))
-    made.client = Asked()
+    made = host(Asked(), rank=about.get("rank", 0), workers=about.get("workers", 1))
     made.course.steps_left = about.get("steps_before", 0)
     return made
 

@@ -175,11 +175,10 @@ def test_weight_none_is_what_the_loader_knows(policy: Any) -> None:
     worker, model = cluster.worker(), small_model()
     optimizer = adopt(worker, model, torch.optim.SGD(model.parameters(), lr=0.1))
     known = (None, None, 5.0, 7.0, 4.0)  # since the last exchange
-    for step, worker.step_samples in enumerate(known):
+    for step, worker.leases.step_samples in enumerate(known):
         own_step(model, optimizer, step, 0)
-    worker.step_samples = None  # the loop over the loader has ended
-    for finisher in worker.finishers:
-        finisher()
+    worker.leases.step_samples = None  # the loop over the loader has ended
+    worker.optimizers.finish()
     wanted = [2.0, 7.0, 4.0] if isinstance(policy, LocalSteps) else [1.0, 1.0, 5.0, 7.0, 4.0]
     assert [sent.weight for sent in cluster.steps()] == wanted
 
@@ -236,8 +235,7 @@ def test_elastic_average_finish_with_a_rest_moves_by_the_last_steps_rate() -> No
         own_step(model, optimizer, step, 0)
         scheduler.step()
     x = copies(model)
-    for finisher in worker.finishers:
-        finisher()
+    worker.optimizers.finish()
     assert len(cluster.steps()) == 1
     middle = [(a + b) / 2 for a, b in zip(first, x, strict=True)]
     assert_close(center_of(cluster, model), middle, torch.float64)
@@ -582,8 +580,7 @@ def test_buffers_and_untrained_parameters_are_in_the_result(policy: Any) -> None
         assert not cluster.stored
         own_step(model, optimizer, step, 0)
     assert len(cluster.stored) == 2, "the buffers, in two dtypes"
-    for finisher in worker.finishers:
-        finisher()
+    worker.optimizers.finish()
     result = cluster.result()
     assert result.keys() == model.state_dict().keys()
     pushed = {piece.name for push in cluster.steps()[0].push for piece in push.block.pieces}
@@ -613,11 +610,11 @@ def test_own_steps_that_are_left_are_exchanged_when_a_loader_ends_and_not_again(
     cluster, model = FakeCluster(), small_model()
     worker = cluster.worker()
     optimizer = adopt(worker, model, sgd(model), consistency=policy, weight=2.0)
-    (own,) = worker.own_steps
+    (own,) = worker.optimizers.own_steps
     for step in range(policy.every + 1):
         own_step(model, optimizer, step, 0)
     assert (own.every, own.since) == (policy.every, 1)
-    for end in (own.settle, own.settle, *worker.finishers):
+    for end in (own.settle, own.settle, worker.optimizers.finish):
         end()
     assert [sent.weight for sent in cluster.steps()] == [2.0 * policy.every, 2.0]
 

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.unit.pytorch.hosts import host
 from torch.utils.data import TensorDataset
 
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import RANDOM
 from paramserve.pytorch.batches import order
 from paramserve.pytorch.loader import load
-from paramserve.training.course import SHAPES, SHAPES_MAX, Course
+from paramserve.training.course import SHAPES, SHAPES_MAX
 from paramserve.training.irregular import LOADERS_MAX, RUNS_MAX
 
 SIZE, BATCH, EPOCHS = 40, 4, 4
@@ -74,30 +75,24 @@ class Servers:
             clock_read=False,
             epochs=0,
         )
-        made: Any = SimpleNamespace(
-            client=SimpleNamespace(
-                connection=SimpleNamespace(before=before, restarts=True, workers=2, members=list),
-                steps=steps,
-                saving=Saving(dict(self.saved)),
-            ),
+        connection = SimpleNamespace(
+            before=before,
+            restarts=True,
+            workers=2,
+            members=list,
+            incarnation=self.incarnation,
+        )
+        client: Any = SimpleNamespace(
+            rank=1, connection=connection, steps=steps, saving=Saving(dict(self.saved))
+        )
+        made = host(
+            client,
             rank=1,
             workers=2,
             incarnation=self.incarnation,
-            seed=3,
-            groups=self.groups,
-            ended=set(),
-            go_on_drawing=lambda: None,
-            passes={},
-            leased=None,
-            batches_per_step=1,
-            retiring=False,
-            returned_before=False,
-            trains_alone=False,
-            compare_size=lambda arguments, size: None,
-            agree_on_batches=lambda batches: batches,
             notices=SimpleNamespace(behind_epoch=lambda epoch: None),
         )
-        made.course = Course(made)
+        made.optimizers.groups = self.groups
         made.step = lambda sample: self.step(made, sample)
         return made
 
@@ -429,7 +424,8 @@ def phases(*, other: bool) -> Any:
         rest = load(worker, dataset, shuffle=False, **options)
         for epoch in range(MANY):
             if epoch == 200:
-                worker.groups, worker.ended = ("model", "second"), {"model"}
+                worker.optimizers.groups = ("model", "second")
+                worker.optimizers.replace("model")
             for (batch,) in loader:
                 if not is_bad(epoch, int(batch[0])):
                     yield int(batch[0])
@@ -642,16 +638,16 @@ def test_resume_with_the_same_arguments_goes_on(form: str) -> None:
 def test_clocks_that_two_optimizers_missed_are_left_out_once(ends: bool) -> None:
     """Both step with each batch, and miss the same clocks."""
     worker = Servers().worker()
-    worker.groups, steps = ("first", "second"), worker.client.steps
-    course = Course(worker)
+    worker.optimizers.groups, steps = ("first", "second"), worker.client.steps
+    course = worker.course
     for clock in range(3):
         course.look()
-        steps.clocks = dict.fromkeys(worker.groups, clock)
+        steps.clocks = dict.fromkeys(worker.optimizers.groups, clock)
     steps.missed_by = {"first": 5, "second": 5}
     course.look()
     assert course.late == 5
     if ends:
-        worker.ended.add("first")
+        worker.optimizers.replace("first")
     steps.clocks["second"] += 1
     course.look()
     steps.missed_by["second"] += 1

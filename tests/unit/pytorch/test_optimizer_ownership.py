@@ -122,8 +122,6 @@ def test_second_optimizer_for_a_later_phase_goes_on_from_the_values_of_the_first
                 for param in each.parameters():
                     param.grad = torch.full_like(param, step + 0.5)
                 stepped.step()
-    for refresh in worker.refreshers:
-        refresh()
-    for finish in worker.finishers:
-        finish()
+    worker.optimizers.refresh()
+    worker.optimizers.finish()
     assert_same(model, expected)

@@ -232,8 +232,7 @@ def test_overlap_gradients_come_from_the_values_two_steps_back() -> None:
                 target -= 0.1 * source.grad
         history.append(following)
     assert_same(model, history[3])
-    (finish,) = worker.finishers
-    finish()
+    worker.optimizers.finish()
     assert_same(model, history[4])
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from paramserve.consistency.built_in import Sync
 from paramserve.messages import PassBy
+from paramserve.training.leases import Leases
 from paramserve.training.position import Position
 
 
@@ -27,21 +28,15 @@ class Restarted:
             stepping=["model"],
             stop_asking=lambda name: None,
         )
-        connection = SimpleNamespace(restarts=True, begin_steps=self._begin_steps)
+        connection = SimpleNamespace(restarts=True, incarnation=2, begin_steps=self._begin_steps)
         terms = SimpleNamespace(policy=Sync())
         steps = SimpleNamespace(clocks={"model": 3}, resumed={}, terms=lambda group: terms)
-        course = SimpleNamespace(
+        course: Any = SimpleNamespace(
             place_known=True, in_pass=False, epoch_behind=lambda done: 0, look_left=lambda: 0
         )
-        worker: Any = SimpleNamespace(
-            incarnation=2,
-            groups=["model"],
-            leased=None,
-            leased_loaders=[],
-            course=course,
-            client=SimpleNamespace(saving=saving, steps=steps, connection=connection),
-        )
-        self.position = Position(worker)
+        client: Any = SimpleNamespace(saving=saving, steps=steps, connection=connection)
+        optimizers: Any = SimpleNamespace(groups=["model"])
+        self.position = Position(client, optimizers, course, Leases(client, optimizers))
 
     def _ask(self, name: str, asked: Callable[[], bytes | None]) -> None:
         self.before_step = asked
