@@ -13,10 +13,7 @@ import warnings
 from collections.abc import Collection
 from difflib import get_close_matches
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from paramserve.launch.result import Result
+from typing import Any, Literal
 
 INTERNAL = ("paramserve", "torch")
 """Packages whose lines no warning shows: torch's lie between a user's line and ours."""
@@ -37,12 +34,12 @@ class ParamServeError(Exception):
         fix: what to do about it.
 
     Attributes:
-        result: of an error that ends a run: the `Result` of what was done until then, for example
-            `error.result.state_dict()`. None: there is none to read, and in every other error. A
-            pickled error leaves it behind.
+        result: of an error that ends a run: the `paramserve.Result` of what was done until then,
+            for example `error.result.state_dict()`. None: there is none to read, and in every other
+            error. A pickled error leaves it behind.
     """
 
-    result: Result | None = None
+    result: Any = None
 
     def __init__(self, failed: str, *, applied: Applied = "no", fix: str) -> None:
         super().__init__(failed)

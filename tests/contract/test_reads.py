@@ -11,7 +11,7 @@ from tests.contract.test_tables import DIM, ones, users
 
 import paramserve as ps
 from paramserve.client import Client
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 from paramserve.consistency.built_in import BoundedStaleness, Sync
 from paramserve.core.table.hashing import shard_of
 

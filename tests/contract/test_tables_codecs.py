@@ -21,7 +21,7 @@ from tests.unit.codecs import reference
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.client import Client, Table
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 from paramserve.codecs import BFloat16, Codec, Float16, Int2, Int4, Int8, Sign, TopK
 from paramserve.codecs.registry import spec
 from paramserve.compiling import load_codecs

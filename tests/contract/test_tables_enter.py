@@ -15,7 +15,7 @@ from tests.contract.test_policies import scale
 from tests.contract.test_tables import MakeCluster
 
 from paramserve.client import BlockPush, Client, Ticket
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 from paramserve.consistency.built_in import Sync
 from paramserve.core.table.options import Zeros
 from paramserve.rules import Add

@@ -12,7 +12,7 @@ from msgspec import structs
 from tests.contract.role_cluster import DEADLINES, RoleCluster
 from tests.contract.test_tables import DIM, ones, users, whole
 
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 from paramserve.core.table.options import MinCount, Zeros
 from paramserve.errors import ServerGone
 from paramserve.rules import Add

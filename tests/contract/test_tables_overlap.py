@@ -19,7 +19,8 @@ from tests.contract.test_tables_memory import in_use
 import paramserve as ps
 from paramserve.client import Client
 from paramserve.client.row_reads import PREFETCHED_MAX
-from paramserve.client.table import Table, TablePush
+from paramserve.client.rows import TablePush
+from paramserve.client.table import Table
 from paramserve.errors import PullTimeout, ServerGone, UnknownName
 from paramserve.rules import SGD, Add
 from paramserve.worker import Worker

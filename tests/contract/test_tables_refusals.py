@@ -14,7 +14,8 @@ from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 
 from paramserve.client import BlockPush, Client, Snapshots
-from paramserve.client.table import Table, TablePush
+from paramserve.client.rows import TablePush
+from paramserve.client.table import Table
 from paramserve.consistency.built_in import (
     Async,
     BoundedStaleness,

@@ -13,7 +13,8 @@ from tests.contract.test_tables_memory import in_use
 
 import paramserve as ps
 from paramserve.client import BlockPush, Client, Ticket, keyed
-from paramserve.client.table import Table, TablePush
+from paramserve.client.rows import TablePush
+from paramserve.client.table import Table
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync

@@ -6,7 +6,7 @@ import numpy as np
 
 import paramserve as ps
 from paramserve.client import BlockPush
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 
 SYNC = ps.Sync(reduce="sum")
 ROW = np.ones((1, 2), np.float32)

@@ -15,11 +15,12 @@ import click
 import cloudpickle
 
 from paramserve import __version__
-from paramserve.cli.checkpoints import Place, checkpoints
-from paramserve.cli.cluster import COMMANDS, check_out, load_object, save
+from paramserve.cli.checkpoints import checkpoints
+from paramserve.cli.cluster import COMMANDS, load_object
 from paramserve.cli.commands import Commands
 from paramserve.cli.debug import debug
 from paramserve.cli.doctor import doctor
+from paramserve.cli.paths import Place, check_out, save
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.report import report
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings

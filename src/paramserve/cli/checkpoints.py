@@ -12,26 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paramserve.checkpoint.locations import is_url, storage_at, whole_path
+from paramserve.checkpoint.locations import is_url, storage_at
+from paramserve.cli.paths import Place, check_out, save
 from paramserve.errors import CheckpointError, shown
-from paramserve.observe.status import in_bytes
+from paramserve.observe.amounts import in_bytes
 
 if TYPE_CHECKING:
     from paramserve.checkpoint.folder import Folder
     from paramserve.checkpoint.manifest import Manifest
     from paramserve.launch.exporting import Told
-
-
-class Place(click.Path):
-    """A path, or a URL, which is looked at when it is used."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str) or not is_url(value):
-            return super().convert(value, param, ctx)
-        try:
-            return whole_path("it", value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 FOLDER = Place(exists=True, file_okay=False)
@@ -142,7 +131,6 @@ def verify(path: str) -> None:
 def export(path: str, kind: str, out: str, group: str | None, optimizer: bool) -> None:
     """Write what a checkpoint has to files for other tools."""
     from paramserve.checkpoint.reader import Checkpoint
-    from paramserve.cli.cluster import check_out, save
     from paramserve.launch import exporting
 
     if kind == "torch":

@@ -6,24 +6,21 @@ import importlib
 import logging
 import os
 import secrets
-import shlex
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from msgspec.json import encode
 
 from paramserve.cli import server_log
-from paramserve.cli.checkpoints import Place
+from paramserve.cli.paths import Place, check_out, save
 from paramserve.cli.policies import POLICY_HELP, policy_of
 from paramserve.cli.settings import EPILOG, require, take_settings, with_settings
 from paramserve.config import TLS, Credentials, Deadlines, Limits
-from paramserve.errors import CoordinatorGone, ParamServeError
+from paramserve.errors import CoordinatorGone
 from paramserve.logs import event
 
 if TYPE_CHECKING:
@@ -339,76 +336,6 @@ def get(
             click.echo(f"paramserve: {len(state)} tensors of {group!r} are in {out}")
         for name, path in cluster.save_tables(tables).items() if tables is not None else ():
             click.echo(f"paramserve: table {name!r} is in {path}")
-
-
-def check_out(path: str, option: str) -> str:
-    """The whole path of a file that `save` can write.
-
-    Raises:
-        click.BadParameter: its folder is missing, or takes no file. ParamServeError: torch is not
-            installed, or cannot be imported.
-    """
-    folder = os.path.dirname(os.path.realpath(path))
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise click.BadParameter(
-            f"{path} cannot be written: {error.strerror}: {folder}. Make this folder, or name a "
-            "file in one that you may write to",
-            param_hint=option,
-        ) from error
-    try:
-        from paramserve.pytorch import loading  # noqa: F401 - what imports torch
-    except ModuleNotFoundError as error:
-        raise ParamServeError(
-            f"{option} {path}: a model is written by {error.name}, which is not installed",
-            fix="pip install 'paramserve[torch]'",
-        ) from error
-    except (ImportError, OSError) as error:  # a library of torch's is missing or broken
-        raise ParamServeError(
-            f"{option} {path}: a model is written by torch, which cannot be imported: {error}",
-            fix="install torch again",
-        ) from error
-    return os.path.abspath(path)
-
-
-def save(path: str, state: Mapping[str, Any]) -> None:
-    """Write a state dict for `torch.load`; where that fails, to the present folder or to that for
-    temporary files.
-
-    Raises:
-        ParamServeError: the file could not be written; the text says where the state is.
-    """
-    from paramserve.pytorch.loading import save_state
-
-    name, failed = Path(path), list[str]()
-    folders: Sequence[Callable[[], str]] = (
-        lambda: str(name.parent),
-        os.getcwd,
-        tempfile.gettempdir,
-    )
-    for folder in folders:
-        file = name.name if not failed else f"{name.stem}-{secrets.token_hex(4)}{name.suffix}"
-        try:
-            target = Path(folder()) / file  # there may be no such folder any more
-            save_state(target, state)
-        except (OSError, RuntimeError) as error:  # torch raises either where a disk is full
-            cause = error if isinstance(error, OSError) else error.__context__
-            words = cause.strerror if isinstance(cause, OSError) else str(error)
-            failed.append(words or type(error).__name__)
-        else:
-            break
-    else:
-        raise ParamServeError(
-            f"the model was not written: to {path}: {failed[0]}; to the present folder: "
-            f"{failed[1]}; to the folder for temporary files: {failed[2]}",
-            fix="make room; of a run that has ended, the values are lost",
-        )
-    if failed:
-        raise ParamServeError(
-            f"the model was not written to {path}: {failed[0]}. It is in {target}",
-            fix=f"mv {shlex.quote(str(target))} {shlex.quote(path)}",
-        )
 
 
 @click.command()

@@ -22,7 +22,7 @@ from paramserve.cli.cluster import tls_of, with_tls
 from paramserve.cli.debug import asked
 from paramserve.errors import ParamServeError
 from paramserve.machine import cores, cpu_quota, memory_bytes
-from paramserve.observe.status import in_bytes
+from paramserve.observe.amounts import in_bytes
 
 Verdict = Literal["ok", "slower", "missing", "differs", "wrong"]
 FILES_MIN = 4096

@@ -12,9 +12,10 @@ memory), `keyed` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (p
 from paramserve.client.client import Client
 from paramserve.client.connection import Connection
 from paramserve.client.row_cache import CacheReport
+from paramserve.client.rows import TablePush
 from paramserve.client.snapshots import GroupSnapshot, Snapshots
 from paramserve.client.step_parts import BlockPush
-from paramserve.client.table import Table, TablePush
+from paramserve.client.table import Table
 from paramserve.client.ticket import Outcome, Ticket
 
 __all__ = [

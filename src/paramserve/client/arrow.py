@@ -52,7 +52,7 @@ from paramserve.messages import BlockSpec
 from paramserve.rules.layout import WIDE, words_of
 
 if TYPE_CHECKING:
-    from paramserve.client.table import Table
+    from paramserve.client.rows import KeyedTable
 
 Array = npt.NDArray[Any]
 FLOAT32 = np.dtype(np.float32)
@@ -113,7 +113,7 @@ def schema_of(block: BlockSpec, width: int, *, idle: bool = False, labels: bool 
     return pa.schema(fields, metadata={METADATA: msgspec.json.encode(told)})
 
 
-def batches(table: Table, schema: Any, width: int, timeout_s: float | None) -> Iterator[Any]:
+def batches(table: KeyedTable, schema: Any, width: int, timeout_s: float | None) -> Iterator[Any]:
     """The rows of a table, shard by shard, as record batches."""
     rows, labels = part_rows(table.dim, width), table.known_labels()
     for found in table.scan(rows, state=width >= 0, timeout_s=timeout_s):
@@ -153,7 +153,7 @@ def write_parquet(
     return rows
 
 
-def to_arrow(table: Table, *, state: bool, timeout_s: float | None) -> Any:
+def to_arrow(table: KeyedTable, *, state: bool, timeout_s: float | None) -> Any:
     """See `Table.to_arrow`."""
     pa = pyarrow()
     width = state_width(table) if state else -1
@@ -162,7 +162,7 @@ def to_arrow(table: Table, *, state: bool, timeout_s: float | None) -> Any:
 
 
 def to_parquet(
-    table: Table, path: str | os.PathLike[str], *, state: bool, timeout_s: float | None
+    table: KeyedTable, path: str | os.PathLike[str], *, state: bool, timeout_s: float | None
 ) -> int:
     """See `Table.to_parquet`."""
     width = state_width(table) if state else -1
@@ -170,7 +170,7 @@ def to_parquet(
     return write_parquet(path, schema, lambda: batches(table, schema, width, timeout_s))
 
 
-def _schema_of(table: Table, width: int) -> Any:
+def _schema_of(table: KeyedTable, width: int) -> Any:
     idle = width >= 0 and table.evicts
     return schema_of(table.block.spec, width, idle=idle, labels=table.known_labels() is not None)
 
@@ -221,7 +221,7 @@ def _list_array(pa: Any, rows: Array | None) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
 
 
-def state_width(table: Table) -> int:
+def state_width(table: KeyedTable) -> int:
     return table.reports()[0].width
 
 
@@ -240,7 +240,7 @@ def pyarrow() -> Any:
         ) from error
 
 
-def from_arrow(table: Table, source: Any, put: Put, *, state: bool | None) -> int:
+def from_arrow(table: KeyedTable, source: Any, put: Put, *, state: bool | None) -> int:
     """See `Table.from_arrow`; `put` writes some rows to the servers."""
     pa = pyarrow()
     if isinstance(source, pa.RecordBatch):
@@ -264,7 +264,7 @@ def from_arrow(table: Table, source: Any, put: Put, *, state: bool | None) -> in
 
 
 def from_parquet(
-    table: Table, path: str | os.PathLike[str], put: Put, *, state: bool | None
+    table: KeyedTable, path: str | os.PathLike[str], put: Put, *, state: bool | None
 ) -> int:
     """See `Table.from_parquet`."""
     parquet, name = _parquet(), os.fspath(path)
@@ -344,7 +344,7 @@ def _why(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def fill(table: Table, path: str) -> int:
+def fill(table: KeyedTable, path: str) -> int:
     """Put the rows of a file into a new table; how many. The rule's state comes with them if the
     file has that of the table's rule.
 
@@ -403,7 +403,7 @@ class Taking:
             the table keeps none. In all cases nothing was applied.
     """
 
-    def __init__(self, table: Table, schema: Any, state: bool | None, path: str = "") -> None:
+    def __init__(self, table: KeyedTable, schema: Any, state: bool | None, path: str = "") -> None:
         spec = table.block.table
         assert spec is not None
         self._table = table
@@ -630,7 +630,7 @@ class Taking:
         )
 
 
-def _without_labels(table: Table, told: Told, path: str) -> DefineMismatch:
+def _without_labels(table: KeyedTable, told: Told, path: str) -> DefineMismatch:
     """The error for rows with labels that would lose them."""
     read = f"pyarrow.parquet.read_table({path!r})" if path else "data"
     return DefineMismatch(

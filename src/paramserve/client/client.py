@@ -15,12 +15,14 @@ from paramserve.client.groups import Groups
 from paramserve.client.keyed import Keyed
 from paramserve.client.labels import are_labels, check_not_labels, labels_at_most
 from paramserve.client.row_reads import RowRead, TableRead
+from paramserve.client.rows import TablePush
 from paramserve.client.saving import Saving
 from paramserve.client.steps import Steps
-from paramserve.client.table import Table, TablePush
+from paramserve.client.table import Table
 from paramserve.client.ticket import Ticket
 from paramserve.client.waits import Waits
 from paramserve.codecs.base import Codec
+from paramserve.compiling import load_routing
 from paramserve.consistency.base import Policy
 from paramserve.core.partition import Block
 from paramserve.core.policy_traits import GroupTraits
@@ -77,7 +79,8 @@ class Client:
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)
         self.reads = self._keyed.reads
         self.load_tables: Mapping[str, str] = {}
-        self.saving = Saving(connection, self.steps)
+        self._tables: dict[str, Table] = {}
+        self.saving = Saving(connection, self.steps.resumed, self.steps.save_with)
         self._groups = Groups(connection, self.steps, self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -358,10 +361,8 @@ class Client:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a table's name is a str that is not empty, got {name!r}")
         if dim is None:
-            known = self._keyed.known(name)
-            if known is None:
-                known = self._keyed.table(self.directory.find_table(name))
-            return known
+            known = self._tables.get(name)
+            return known if known is not None else self._table(self.directory.find_table(name))
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
         check_not_labels(name)
         most = labels_at_most(labels, options)
@@ -379,7 +380,12 @@ class Client:
             timeout_s=timeout_s,
             fill=self._fill if most or name in self.load_tables else None,
         )
-        return self._keyed.table(block)
+        return self._table(block)
+
+    def _table(self, block: Block) -> Table:
+        """The table that a block is: the same object for the same name."""
+        load_routing()
+        return self._tables.setdefault(block.group_name, Table(self, self._keyed, block))
 
     def _fill(self, block: Block) -> None:
         """What a new table needs before another client finds it: labels first, since rows of a
@@ -394,7 +400,7 @@ class Client:
         """All tables of the cluster, in the order in which they were defined; the labels of one are
         no table by themselves."""
         self.connection.check()
-        found = [self._keyed.table(block) for block in self.directory.tables()]
+        found = [self._table(block) for block in self.directory.tables()]
         return [table for table in found if not are_labels(table.name)]
 
     def push_tables(

@@ -22,6 +22,7 @@ from paramserve.client.exchange import done
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.keyed import Keyed, joined
 from paramserve.client.names import Selection, as_pairs
+from paramserve.client.rows import CheckedRows, TablePush
 from paramserve.client.staging import NOTHING_STAGED, Staged, fail_staged
 from paramserve.client.step_parts import (
     BlockPush,
@@ -31,7 +32,6 @@ from paramserve.client.step_parts import (
     kept_offset,
 )
 from paramserve.client.steps import Steps
-from paramserve.client.table import TablePush
 from paramserve.client.ticket import Ticket, finish
 from paramserve.compiling import load_kernels
 from paramserve.core.partition import Block
@@ -442,7 +442,7 @@ class Dense:
             self._steps.staged.check_same_weight(group, weight)
             self._steps.begin()
             if block.table is not None:
-                return self._keyed.push([TablePush(self._keyed.table(block))], weight=weight)
+                return self._keyed.push_rows([CheckedRows.none_of(block)], tick=True, weight=weight)
             return self._end_step("tick", block, (), weight)
 
     def _end_step(

@@ -20,6 +20,7 @@ from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_reads import RowRead, RowReads, TableRead
 from paramserve.client.row_slots import RowPush, class_bytes, lay_named, lay_push
+from paramserve.client.rows import CheckedRows, KeyedTable, TablePush
 from paramserve.client.staging import NOTHING_STAGED, Staged, fail_staged
 from paramserve.client.step_parts import (
     StepOptions,
@@ -28,9 +29,7 @@ from paramserve.client.step_parts import (
     check_weight,
 )
 from paramserve.client.steps import Steps
-from paramserve.client.table import GivenRows, Table, TablePush
 from paramserve.client.ticket import Ticket
-from paramserve.compiling import load_routing
 from paramserve.config import LABELS
 from paramserve.consistency.built_in import Async
 from paramserve.core.partition import Block
@@ -79,20 +78,10 @@ class Keyed:
         self._exchange = connection.exchange
         self._lock = connection.lock
         self._client = client
-        self._tables: dict[str, Table] = {}
         self._labels: dict[int, Labels] = {}
         """By table's block."""
         self._good_hyper: dict[int, Hyper] = {}
         """By table's block: hyper-parameters that were found good last."""
-
-    def known(self, name: str) -> Table | None:
-        """The table of this name, if it was asked for before."""
-        return self._tables.get(name)
-
-    def table(self, block: Block) -> Table:
-        """The table that a block is: the same object for the same name."""
-        load_routing()
-        return self._tables.setdefault(block.group_name, Table(self._client, self, block))
 
     def labels_of(self, block: Block) -> Labels | None:
         """The strings of a table's keys; None: it was defined without."""
@@ -147,7 +136,7 @@ class Keyed:
                 given, tick=tick, weight=weight, skip=skip, leased=leased, numbered=numbered
             )
 
-    def checked(self, pushes: Sequence[TablePush]) -> list[GivenRows]:
+    def checked(self, pushes: Sequence[TablePush]) -> list[CheckedRows]:
         """What a step of several tables pushes; raises as `Table.push`."""
         for push in pushes:
             self._check_own(push.table)
@@ -164,7 +153,7 @@ class Keyed:
 
     def push_rows(
         self,
-        pushes: Sequence[GivenRows],
+        pushes: Sequence[CheckedRows],
         *,
         tick: bool = False,
         weight: float | None = None,
@@ -179,7 +168,7 @@ class Keyed:
             collects: list[bool] = []
             if not tick:
                 for push in pushes:
-                    collects += [self._steps.collects(push.table.block)]
+                    collects += [self._steps.collects(push.block)]
             if True not in collects:
                 parts = self.parts(pushes, tick=tick, weight=weight, skip=skip)
                 if leased or numbered is not None:
@@ -196,18 +185,18 @@ class Keyed:
             tickets += [self._keep_rows(push, weight, skip) for push in kept]
             return joined(tickets)
 
-    def _staged(self, table: str) -> Sequence[GivenRows]:
+    def _staged(self, table: str) -> Sequence[CheckedRows]:
         """What waits for a table's tick."""
         return self._steps.staged[table].rows if table in self._steps.staged else ()
 
-    def _to_keep(self, push: GivenRows, weight: float | None) -> GivenRows:
+    def _to_keep(self, push: CheckedRows, weight: float | None) -> CheckedRows:
         """Copies of gradients that wait for their table's tick; raises as `Table.push`."""
-        block, name = push.table.block, push.table.name
+        block, name = push.block, push.block.group_name
         check_weight(weight)
         self._steps.staged.check_same_weight(name, weight)
         keys, values, staged = push.keys, push.values, self._staged(name)
         self._check_hyper(block, self._one_hyper(name, [*staged, push]))
-        bad = wide.first_bad(values if push.table.wide is None else values.view(push.table.wide))
+        bad = wide.first_bad(values if push.wide is None else values.view(push.wide))
         if bad >= 0 and self._steps.refuses(block):
             raise self._bad_row(block, int(keys[bad]))
         waiting = sum(each.keys.size for each in staged)
@@ -217,18 +206,18 @@ class Keyed:
                 f"more came; at most {STAGED_ROWS_MAX} may",
                 fix="end the step with client.tick(table.name), or give the table ps.Async()",
             )
-        return GivenRows(push.table, keys.copy(), values.copy(), push.hyper)
+        return CheckedRows(push.block, keys.copy(), values.copy(), push.hyper)
 
-    def _keep_rows(self, push: GivenRows, weight: float | None, skip: bool) -> Ticket:
+    def _keep_rows(self, push: CheckedRows, weight: float | None, skip: bool) -> Ticket:
         """Keep gradients until their table's tick."""
-        staged = self._steps.staged.get(push.table.name)
+        staged = self._steps.staged.get(push.block.group_name)
         if staged is None:
             staged = Staged()
         if not skip:
             staged.rows.append(push)
-        return self._steps.stage(push.table.block, staged, weight)
+        return self._steps.stage(push.block, staged, weight)
 
-    def _check_own(self, table: Table) -> None:
+    def _check_own(self, table: KeyedTable) -> None:
         if table.client is not self._client:
             raise ValueError(f"table {table.name!r} was got from another client")
 
@@ -238,7 +227,7 @@ class Keyed:
             check_row_hyper(block, hyper)
             self._good_hyper[block.id] = hyper
 
-    def _one_hyper(self, table: str, pushes: Sequence[GivenRows]) -> Hyper | None:
+    def _one_hyper(self, table: str, pushes: Sequence[CheckedRows]) -> Hyper | None:
         """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
         said = {push.hyper for push in pushes if push.keys.size or push.hyper is not None}
         if len(said) > 1:
@@ -249,7 +238,7 @@ class Keyed:
         return next(iter(said), None)
 
     def parts(
-        self, pushes: Sequence[GivenRows], *, tick: bool, weight: float | None, skip: bool
+        self, pushes: Sequence[CheckedRows], *, tick: bool, weight: float | None, skip: bool
     ) -> list[StepParts]:
         """Capture a step's gradients of tables; the caller holds the lock, and sends them.
 
@@ -260,14 +249,14 @@ class Keyed:
         if weight is not None:
             check_weight(weight)
             for push in pushes:
-                self._steps.staged.check_same_weight(push.table.name, weight)
+                self._steps.staged.check_same_weight(push.block.group_name, weight)
         hypers: list[Hyper | None] = []
         for push in pushes:
-            hyper, waiting = push.hyper, self._staged(push.table.name) if tick else ()
+            hyper, waiting = push.hyper, self._staged(push.block.group_name) if tick else ()
             if waiting:
-                hyper = self._one_hyper(push.table.name, [*waiting, push])
+                hyper = self._one_hyper(push.block.group_name, [*waiting, push])
             if hyper is not None:
-                self._check_hyper(push.table.block, hyper)
+                self._check_hyper(push.block, hyper)
             hypers += [hyper]
         self._steps.begin(requests=len(pushes) + 1)
         parts: list[StepParts] = []
@@ -276,7 +265,7 @@ class Keyed:
             self._exchange.unfinished = "a step"
         try:
             for push, hyper in zip(pushes, hypers, strict=True):
-                block, keys, values = push.table.block, push.keys, push.values
+                block, keys, values = push.block, push.keys, push.values
                 group = block.group_name
                 if tick:
                     staged = self._steps.staged.pop(group, NOTHING_STAGED)
@@ -456,17 +445,15 @@ class Keyed:
         return answers, answered
 
 
-def _given(push: TablePush) -> GivenRows:
+def _given(push: TablePush) -> CheckedRows:
     """What a step of several tables pushes to one of them; raises as `Table.push`."""
     table, keys, gradients, hyper = push
     if keys is None and gradients is None:
-        assert table.block.table is not None
-        none = np.empty((0, table.block.table.dim), np.float32)
-        return GivenRows(table, np.empty(0, np.int64), none, hyper)
+        return CheckedRows.none_of(table.block, hyper)
     if keys is None or gradients is None:
         raise ValueError(f"keys and gradients of table {table.name!r} come together")
     found = as_rows(keys, gradients, table.dim, table.name, table.keys_of, table.wide)
-    return GivenRows(table, *found, hyper)
+    return CheckedRows(table.block, *found, hyper)
 
 
 def joined(tickets: Sequence[Ticket]) -> Ticket:

@@ -25,7 +25,7 @@ from paramserve.core.table import routing
 from paramserve.errors import Overloaded
 
 if TYPE_CHECKING:
-    from paramserve.client.table import Table
+    from paramserve.client.rows import KeyedTable
 
 Array = npt.NDArray[Any]
 
@@ -47,7 +47,7 @@ PUSHED_MAX = 1 << 14
 class TableRead(NamedTuple):
     """Rows of one table, as a prefetch of several tables takes them."""
 
-    table: Table
+    table: KeyedTable
     keys: npt.ArrayLike
     """Integers [...]."""
 

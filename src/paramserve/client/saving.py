@@ -6,18 +6,15 @@ on behind this step finds it, one that takes the step again does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramserve.checkpoint import plain
 from paramserve.client.connection import Connection
 from paramserve.client.step_parts import StepParts
 from paramserve.errors import Overloaded, Timeout
 from paramserve.messages import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved
-
-if TYPE_CHECKING:
-    from paramserve.client.steps import Steps
 
 OWN = "paramserve."
 """What the names of the library's own saves begin with."""
@@ -35,12 +32,19 @@ class Saving:
     """What one worker has saved. The caller of `due` and `told` holds the client's lock.
 
     Args:
-        steps: tell of it, once something was saved.
+        resumed: the clock of each group where this client began.
+        save_with: has steps tell of what it is given, once something was saved.
     """
 
-    def __init__(self, connection: Connection, steps: Steps) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        resumed: Mapping[str, int],
+        save_with: Callable[[Saving], None],
+    ) -> None:
         self._connection = connection
-        self._steps = steps
+        self._resumed = resumed
+        self._save_with = save_with
         self._number = connection.incarnation << COUNT_BITS
         self._asked: dict[str, Callable[[], bytes | None]] = {}
         """Functions that are asked at each step, by name."""
@@ -72,7 +76,7 @@ class Saving:
             else:
                 self._take(name, _packed(f"worker.save({name!r})", value))
                 self._asked.pop(name, None)
-            self._steps.saving = self
+            self._save_with(self)
 
     def track(
         self, name: str, state_of: Callable[[], object], load: Callable[[Any], object]
@@ -91,7 +95,7 @@ class Saving:
             load(plain.load(older))
         with self._connection.lock:
             self._ask(key, partial(_asked, f"worker.track({name!r})", state_of))
-            self._steps.saving = self
+            self._save_with(self)
 
     def _ask(self, name: str, function: Callable[[], bytes]) -> None:
         """Ask the program's function at each step, beginning now."""
@@ -107,7 +111,7 @@ class Saving:
         """
         with self._connection.lock:
             self._asked[OWN + name] = function
-            self._steps.saving = self
+            self._save_with(self)
 
     def stop_asking(self, name: str) -> None:
         """Ask the library's own function no more; what it has given stays."""
@@ -117,7 +121,7 @@ class Saving:
         """Save what the library itself knows; the next step tells it."""
         with self._connection.lock:
             self._take(OWN + name, data)
-            self._steps.saving = self
+            self._save_with(self)
 
     def kept(self, name: str) -> bytes:
         """What was given to `keep` last, here or by an older incarnation; empty: nothing was."""
@@ -196,7 +200,7 @@ class Saving:
         if self._older is None:
             newest: dict[str, Saved] = {}
             again = self._connection.incarnation > 1
-            for group, clock in self._steps.resumed.items() if again else ():
+            for group, clock in self._resumed.items() if again else ():
                 for value in self._reported(group, clock):
                     if value.name not in newest or newest[value.name].number < value.number:
                         newest[value.name] = value

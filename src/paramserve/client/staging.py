@@ -12,7 +12,7 @@ from paramserve.core.client_session import Operation
 from paramserve.errors import ParamServeError
 
 if TYPE_CHECKING:
-    from paramserve.client.table import GivenRows
+    from paramserve.client.rows import CheckedRows
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Staged:
     """What was said of the step."""
     gradients: dict[int, Filling] = field(default_factory=dict)
     """By block."""
-    rows: list[GivenRows] = field(default_factory=list)
+    rows: list[CheckedRows] = field(default_factory=list)
     """Where the group is a table."""
     tickets: list[Ticket] = field(default_factory=list)
 

@@ -73,7 +73,6 @@ class Steps(ClientClocks):
         give_back: lets go of value slots.
         next_mark: is called once for each call that ends a clock, in order, and gives its mark
             (lease, samples); None: there are none.
-        saving: what this worker has saved; None: nothing.
         loop: of the worker over its batches.
         usage: of its time.
         values: where those lie that it reads.
@@ -97,7 +96,8 @@ class Steps(ClientClocks):
         self.repeated = 0
         self.staged = Staging()
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
-        self.saving: Saving | None = None
+        self._saving: Saving | None = None
+        """What this worker has saved; None: nothing."""
         self.run = 0
         """As `WorkerConfig.run`."""
         self.epochs = 0
@@ -119,6 +119,10 @@ class Steps(ClientClocks):
         """Tickets with an unread error, oldest first."""
         self._forgotten = deque[Ticket]()
         """Tickets that no call waits for any more, and whose slots are still to go back."""
+
+    def save_with(self, saving: Saving) -> None:
+        """Tell with steps of what this worker saves."""
+        self._saving = saving
 
     def resume(self, told: Sequence[ServerBeat], *, returned: bool) -> None:
         """Take over the clocks of this rank from its older incarnations, or the others' for a new
@@ -313,8 +317,8 @@ class Steps(ClientClocks):
                 self.membership.stepped(parts.block)
                 for staged in parts.staged:
                     staged.operation = each.operation
-            if self.saving is not None and each.saved:
-                self.saving.told(each.saved)
+            if self._saving is not None and each.saved:
+                self._saving.told(each.saved)
             if self.encoder is not None:
                 self.encoder.sent([*each.encoded.values()], each.requests[0].flush)
         self._exchange.unfinished = ""
@@ -383,8 +387,8 @@ class Steps(ClientClocks):
                 if each.options.tick:
                     ticked, last = True, each.block
                     leased = leased or each.block.table is None or each.leased
-            if self.saving is not None and ticked:
-                saved = self.saving.due(ordered)
+            if self._saving is not None and ticked:
+                saved = self._saving.due(ordered)
             mark = self.next_mark() if leased and self.next_mark is not None else None
             for frame in frames:
                 if sent:
@@ -713,7 +717,7 @@ class Steps(ClientClocks):
 
     def tell_saved(self) -> None:
         """Tell what the worker has saved after its last step."""
-        saved = self.saving.left() if self.saving is not None else ()
+        saved = self._saving.left() if self._saving is not None else ()
         stepped = [each for each in self._defined() if self.clocks.get(each.group_name)]
         if saved and stepped:
             group, clock = stepped[0].group, self.clocks[stepped[0].group_name]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
 
 from paramserve.client import arrow
+from paramserve.client.keyed import Keyed
 from paramserve.client.labels import Labels
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_cache import CacheReport
+from paramserve.client.rows import CheckedRows
 from paramserve.client.string_keys import READ_AS_STRINGS, hashed
 from paramserve.client.ticket import Ticket
 from paramserve.core.partition import Block
@@ -24,9 +25,6 @@ from paramserve.messages import TableReport
 from paramserve.rules.base import Hyper
 from paramserve.rules.layout import WIDE, words_of
 
-if TYPE_CHECKING:
-    from paramserve.client.keyed import Keyed
-
 Array = npt.NDArray[Any]
 
 SCAN_ROWS = 65_536
@@ -36,28 +34,6 @@ HASHES = 1 << 32
 """Keys of strings are mostly above this, either way."""
 ASKED_KEYS = 64
 """Of the first keys that a client gives to a table with labels, these are compared with them."""
-
-
-class TablePush(NamedTuple):
-    """Gradients of one table's rows, as a step of several tables takes them."""
-
-    table: Table
-    keys: npt.ArrayLike | None = None
-    """Integers [...]; None: none, so that only the clock goes on."""
-    gradients: npt.ArrayLike | None = None
-    """Floating point [..., dim]."""
-    hyper: Hyper | None = None
-
-
-class GivenRows(Struct, frozen=True, eq=False):
-    """Gradients of one table's rows that have been checked."""
-
-    table: Table
-    keys: Array
-    """int64 [n]."""
-    values: Array
-    """float32 [n, dim]."""
-    hyper: Hyper | None
 
 
 class Table:
@@ -216,7 +192,7 @@ class Table:
                 ServerGone: from it or from here; applied: unknown.
         """
         flat, values = self.checked(keys, gradients)
-        return self._keyed.push_rows([GivenRows(self, flat, values, hyper)], weight=weight)
+        return self._keyed.push_rows([CheckedRows(self.block, flat, values, hyper)], weight=weight)
 
     def checked(self, keys: npt.ArrayLike, gradients: npt.ArrayLike) -> tuple[Array, Array]:
         """Keys as int64 [n] and their gradients or values, float32 [n, dim], of 64-bit ones the

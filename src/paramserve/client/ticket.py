@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
 
 import numpy.typing as npt
 from msgspec import Struct
 
+from paramserve.client.awaiting import AwaitedSteps
 from paramserve.client.exchange import Slot, again
+from paramserve.client.waits import Waits
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.errors import ClientClosed, ParamServeError, Timeout
 
-if TYPE_CHECKING:
-    from paramserve.client.steps import Steps
-
 Array = npt.NDArray[Any]
+
+
+class Sender(Protocol):
+    """What has sent a step, and reads its answers; `paramserve.client.steps.Steps` is one."""
+
+    waits: Waits
+    awaited: AwaitedSteps
+    now: Callable[[], float]
+
+    def poll(self, operation: Operation) -> bool: ...
+    def forget(self, ticket: Ticket) -> None: ...
+    def give_back(self, slots: Sequence[Slot]) -> None: ...
+    def error_was_read(self, ticket: Ticket) -> None: ...
+    def read_versions(self, group: int, operation: Operation) -> None: ...
 
 
 class Values(dict[int, Array]):
@@ -51,7 +64,7 @@ class Ticket(Struct, eq=False, weakref=True):
     client's next call.
     """
 
-    _client: Steps
+    _client: Sender
     what: str
     """"push", "pull", "tick", ...: for messages."""
     group: int

@@ -7,7 +7,7 @@ from math import inf
 from msgspec import Struct
 
 from paramserve.core.request_memory import Memory
-from paramserve.core.shard_sessions import Answer, ShardSession
+from paramserve.core.shard_sessions import Answer, ClientHere, ShardSession
 from paramserve.errors import ParamServeError
 from paramserve.messages import (
     CutTaken,
@@ -16,19 +16,6 @@ from paramserve.messages import (
     PeerMessage,
     ShardRequest,
 )
-
-
-class ClientHere(Struct, frozen=True):
-    """A client opened a connection (its older one is closed after this)."""
-
-    client: int
-    incarnation: int
-    rank: int
-    window: int
-    again: bool = False
-    """It has been connected before: a session that is forgotten must not begin anew."""
-    requests: int = 0
-    """As `Hello` says; 0: as `window`."""
 
 
 class ClientGone(Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,25 @@ from paramserve.messages import (
     TakeSnapshot,
 )
 
-if TYPE_CHECKING:
-    from paramserve.core.cut_parts import ShardCut
-
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Blocks = Mapping[int, ShardBlock | KeyedBlock]
+
+
+class Fields(Protocol):
+    """A block's arrays, or a copy of them."""
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+    def field(self, number: int) -> Array: ...
+
+
+class BlocksOfCut(Protocol):
+    """This shard's part of a cut; `paramserve.core.cut_parts.ShardCut` is one."""
+
+    @property
+    def versions(self) -> Mapping[int, int]: ...
+    def block(self, number: int) -> Fields: ...
 
 
 def check_layout(parts: list[tuple[int, int]]) -> None:
@@ -169,13 +182,13 @@ class Replies:
             return Answer(refusal_of(message, no_room))
 
     def fetch(
-        self, state: GroupState, message: Fetch, memory: Memory, part: ShardCut | None = None
+        self, state: GroupState, message: Fetch, memory: Memory, part: BlocksOfCut | None = None
     ) -> Answer:
         """Read one field of a block, as it is now or in this shard's part of a cut."""
         block = state.block(message.block)
         if isinstance(block, KeyedBlock):
             raise _no_array(block)
-        read = block if part is None else part.block(message.block)
+        read: Fields = block if part is None else part.block(message.block)
         version = state.version if part is None else part.versions[state.id]
         source = read.field(message.field)
         done = Done(message.seq, version, counts=tuple(read.counts))

@@ -28,7 +28,6 @@ from paramserve.core.events import (
     CheckpointEnded,
     ClientBye,
     ClientGone,
-    ClientHere,
     Counted,
     CutWanted,
     DeadlineReached,
@@ -67,6 +66,7 @@ from paramserve.core.request_memory import Memory
 from paramserve.core.shard_reads import ShardReads
 from paramserve.core.shard_sessions import (
     Answer,
+    ClientHere,
     ReadRequest,
     Request,
     Sessions,

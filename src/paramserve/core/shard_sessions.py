@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from msgspec import Struct, structs
@@ -32,9 +32,6 @@ from paramserve.messages import (
     Step,
 )
 
-if TYPE_CHECKING:
-    from paramserve.core.events import ClientHere
-
 Array = npt.NDArray[Any]
 
 SESSION_KEEP_S = 60.0
@@ -47,6 +44,19 @@ ENDED = ("left", "dead", "restarting")
 """States of a member whose present incarnation may change nothing any more."""
 AWAITED = ("expected", "live", "restarting", "retiring")
 """States of a member for which a synchronous clock waits."""
+
+
+class ClientHere(Struct, frozen=True):
+    """A client opened a connection (its older one is closed after this)."""
+
+    client: int
+    incarnation: int
+    rank: int
+    window: int
+    again: bool = False
+    """It has been connected before: a session that is forgotten must not begin anew."""
+    requests: int = 0
+    """As `Hello` says; 0: as `window`."""
 
 
 class Request(Struct, frozen=True):

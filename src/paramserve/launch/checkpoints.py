@@ -25,12 +25,12 @@ from paramserve.checkpoint.storage import Storage, telling
 from paramserve.config import CheckpointPlan, Resumed, check_count, check_number
 from paramserve.errors import CheckpointDamaged, CheckpointError, shown
 from paramserve.messages import CheckpointReport, Status
+from paramserve.observe.amounts import trained_only
 from paramserve.observe.checkpoints import (
     CheckpointStatus,
     checkpoint_status,
     clocks_in_words,
 )
-from paramserve.observe.status import trained_only
 
 logger = logging.getLogger("paramserve")
 

@@ -44,12 +44,12 @@ from paramserve.launch.result import Result, result_of, returns_of, steps_of, un
 from paramserve.launch.supervisor import PREPARE_S, Supervisor
 from paramserve.logs import write_line
 from paramserve.messages import AskCheckpoint, Checkpointed, ServerBeat
+from paramserve.observe.amounts import trained_only
 from paramserve.observe.status import (
     GroupStatus,
     RunStatus,
     by_group,
     server_loads,
-    trained_only,
     worker_loads,
 )
 from paramserve.reporters import Feed, RunInfo
@@ -303,7 +303,8 @@ class Job:
             except ParamServeError as error:
                 if error.result is None or name not in error.result.values:
                     raise
-                return error.result.state_dict(name)
+                values: dict[str, Any] = error.result.state_dict(name)
+                return values
 
     def table(self, name: str) -> Table:
         """A keyed table, to be read and written from here while the run goes on.

@@ -51,8 +51,9 @@ from paramserve.launch.processes import Processes
 from paramserve.launch.roster import Decision, Restart, Roster
 from paramserve.launch.waiting import Latch
 from paramserve.logs import write_line
+from paramserve.observe.amounts import trained_only
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
-from paramserve.observe.status import by_group, trained_only
+from paramserve.observe.status import by_group
 from paramserve.training.notices import TRAINS_ALONE, alone_so_far
 from paramserve.worker import ExtraState
 

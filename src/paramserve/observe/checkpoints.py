@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paramserve.errors import ParamServeError
 from paramserve.messages import CheckpointReport
-from paramserve.observe.status import in_bytes, trained_only
+from paramserve.observe.amounts import in_bytes, trained_only
 
 GROUPS_TOLD = 3
 """In a line about a rollback."""

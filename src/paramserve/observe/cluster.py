@@ -7,9 +7,10 @@ from rich.text import Text
 
 from paramserve.config import is_trained
 from paramserve.messages import Status
+from paramserve.observe.amounts import in_bytes
 from paramserve.observe.checkpoints import checkpoint_status
 from paramserve.observe.parts import Part
-from paramserve.observe.status import by_group, by_rank, drops_by_rank, in_bytes
+from paramserve.observe.status import by_group, by_rank, drops_by_rank
 
 
 def as_table(address: str, status: Status, width: int) -> RenderableType:

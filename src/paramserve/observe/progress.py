@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from paramserve.observe.amounts import in_bytes
 from paramserve.observe.rates import Rates
-from paramserve.observe.status import GroupStatus, RunStatus, in_bytes
+from paramserve.observe.status import GroupStatus, RunStatus
 
 ENDED = ("finished", "stopped", "failed")
 WORKERS_SHOWN = 16

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from paramserve.config import is_trained
 from paramserve.messages import (
     GroupPolicy,
     GroupReport,
@@ -18,9 +17,8 @@ from paramserve.messages import (
     TableReport,
     WorkerUsage,
 )
-
-if TYPE_CHECKING:
-    from paramserve.observe.checkpoints import CheckpointStatus, Rollback
+from paramserve.observe.amounts import trained_only
+from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 
 T = TypeVar("T")
 
@@ -35,7 +33,6 @@ OF_MEMBERS = {
     "retiring": "retiring",
 }
 """What `RunStatus.workers` calls each state that the coordinator knows."""
-UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -277,11 +274,6 @@ class RunStatus:
         return sum(state in ("running", "returned") for state in states), len(states)
 
 
-def trained_only(groups: Mapping[str, T]) -> dict[str, T]:
-    """What is of groups that steps train."""
-    return {name: each for name, each in groups.items() if is_trained(name)}
-
-
 def of_cluster(
     told: Status,
     metrics: Mapping[str, float],
@@ -401,16 +393,6 @@ def samples_by_rank(leases: Iterable[LeaseReport]) -> dict[int, int]:
         for rank, _, finished in loader.ranks:
             found[rank] = found.get(rank, 0) + finished
     return dict(sorted(found.items()))
-
-
-def in_bytes(count: int) -> str:
-    """Bytes for people, by thousands."""
-    size = float(count)
-    for unit in UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} {UNITS[-1]}"
 
 
 def _join(shards: list[GroupReport]) -> GroupStatus:

@@ -9,9 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paramserve.observe.amounts import in_bytes
 from paramserve.observe.progress import ENDED, INDENT, Progress, fold
 from paramserve.observe.rates import Rates
-from paramserve.observe.status import GroupStatus, RunStatus, in_bytes
+from paramserve.observe.status import GroupStatus, RunStatus
 
 ROWS_LEAST = 3
 """Workers, and servers, that are shown at least, however low the terminal is."""

@@ -30,7 +30,7 @@ from paramserve.pytorch.existing_blocks import ExistingBlocks
 from paramserve.pytorch.frozen import Frozen, is_frozen
 from paramserve.pytorch.hyper import check_options
 from paramserve.pytorch.naming import Names, extra_states
-from paramserve.pytorch.registry import Registry
+from paramserve.pytorch.registry import Member, Registry
 from paramserve.pytorch.replacements import Replacements
 from paramserve.pytorch.schedules import Schedules
 from paramserve.pytorch.settings import Settings
@@ -441,7 +441,7 @@ class Adopted(ABC, Generic[B]):
     def settle(self) -> None:
         """Finish what a step has left outstanding: no other step follows."""
 
-    def _takes(self, plans: Sequence[Plan[B]]) -> dict[Adopted[Any], str]:
+    def _takes(self, plans: Sequence[Plan[B]]) -> dict[Member, str]:
         """The other optimizers that had some of these parameters so far, with one's name.
 
         They are settled, so that the values here are final before they are read.
@@ -449,19 +449,18 @@ class Adopted(ABC, Generic[B]):
         Raises:
             ValueError: two parameters of this optimizer have memory in common.
         """
-        mine = [*_named(part.layout for part in self._parts)]
-        mine += _named(plan.layout for plan in plans)
+        mine = [*self.named(), *_named(plan.layout for plan in plans)]
         for first, second in sharing(mine):
             raise ValueError(
                 f"parameters {mine[first][0]!r} and {mine[second][0]!r} share memory, and each "
                 "would be updated by itself. Give the optimizer one of them; to tie modules, give "
                 "both the same Parameter object"
             )
-        taken = {}
+        taken: dict[Member, str] = {}
         for other in sorted(self._registry.optimizers, key=lambda each: each.group):
-            if other is self or other._taken is not None:
+            if other is self or other.is_taken_over:
                 continue
-            theirs = [*_named(part.layout for part in other._parts)]
+            theirs = other.named()
             for first, second in sharing([*theirs, *mine]):
                 if first < len(theirs) <= second:
                     taken[other] = theirs[first][0]
@@ -470,11 +469,11 @@ class Adopted(ABC, Generic[B]):
                 other.settle()
         return taken
 
-    def _take_over(self, taken: Mapping[Adopted[Any], str]) -> None:
+    def _take_over(self, taken: Mapping[Member, str]) -> None:
         """Stop the other optimizers: their values would overwrite this one's."""
         for other, name in taken.items():
-            other._taken = name, self._settings.name
-            self._worker.optimizers.replace(other._settings.name)
+            other.hand_over(name, self._settings.name)
+            self._worker.optimizers.replace(other.group)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Follow what was edited in `param_groups`; called before they are used.
@@ -659,6 +658,16 @@ class Adopted(ABC, Generic[B]):
     def sends_notes(self) -> bool:
         """Whether notes on its hyper-parameters go with its steps."""
         return bool(self._parts)
+
+    # --- what other optimizers call ---------------------------------------------------------------
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """What its group has, by name."""
+        return [*_named(part.layout for part in self._parts)]
+
+    def hand_over(self, parameter: str, other: str) -> None:
+        """Step no more: another optimizer was given a parameter."""
+        self._taken = parameter, other
 
     # --- what `Worker.assign` calls ---------------------------------------------------------------
 

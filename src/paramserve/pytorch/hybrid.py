@@ -36,7 +36,7 @@ from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
-    from paramserve.client.table import TablePush
+    from paramserve.client.rows import TablePush
     from paramserve.training.host import Host
 
 

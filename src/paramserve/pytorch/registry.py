@@ -8,9 +8,9 @@ A tensor without an owner is a buffer, frozen, or left out of all optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,7 +18,6 @@ from torch.nn import Module
 from paramserve.messages import Link
 
 if TYPE_CHECKING:
-    from paramserve.pytorch.adopted import Adopted
     from paramserve.pytorch.naming import Names, Slot
     from paramserve.training.host import Host
 
@@ -33,6 +32,24 @@ class Owner(NamedTuple):
     """In the group."""
 
 
+class Member(Protocol):
+    """An adopted optimizer, as the others of its worker and `Worker.assign` know it;
+    `paramserve.pytorch.adopted.Adopted` is one, and says what these are."""
+
+    group: str
+    names: Names
+
+    @property
+    def is_taken_over(self) -> bool: ...
+    def named(self) -> list[tuple[str, Tensor]]: ...
+    def serves(self, tensor: Tensor) -> bool: ...
+    def settle(self) -> None: ...
+    def hand_over(self, parameter: str, other: str) -> None: ...
+    def present(self) -> list[Any]: ...
+    def store(self, values: Sequence[Any]) -> None: ...
+    def take(self) -> None: ...
+
+
 class Registry:
     """The tensors of one worker's models.
 
@@ -43,7 +60,7 @@ class Registry:
     """
 
     def __init__(self, *, begins: bool = False) -> None:
-        self.optimizers: list[Adopted[Any]] = []
+        self.optimizers: list[Member] = []
         self.begins = begins
         self._owners: dict[int, Owner] = {}
         self._watched: dict[tuple[int, str], Module | None] = {}

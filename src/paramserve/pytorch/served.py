@@ -25,7 +25,7 @@ from paramserve.rules.torch_kinds import Kind, ParamGroup
 
 if TYPE_CHECKING:
     from paramserve.client import BlockPush, Ticket
-    from paramserve.client.table import TablePush
+    from paramserve.client.rows import TablePush
     from paramserve.rules.base import Rule
     from paramserve.training.host import Host
 

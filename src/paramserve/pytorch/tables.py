@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paramserve.client.table import TablePush
+from paramserve.client.rows import TablePush
 from paramserve.core.commit import CLIP_EPSILON
 from paramserve.errors import NonFinite
 from paramserve.pytorch.embedding import KeyedModule, Rows

@@ -21,7 +21,6 @@ from paramserve.core.events import (
     CheckpointEnded,
     ClientBye,
     ClientGone,
-    ClientHere,
     CutWanted,
     DeadlineReached,
     Effects,
@@ -34,6 +33,7 @@ from paramserve.core.events import (
 from paramserve.core.polling import SHARED_S, AdaptivePolling
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
+from paramserve.core.shard_sessions import ClientHere
 from paramserve.debugging import report
 from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, ServerGone
 from paramserve.logs import event

@@ -24,8 +24,8 @@ from paramserve.messages import (
     Status,
     TableReport,
 )
+from paramserve.observe.amounts import in_bytes
 from paramserve.observe.cluster import as_table, as_text
-from paramserve.observe.status import in_bytes
 
 
 def call(*arguments: str) -> Result:

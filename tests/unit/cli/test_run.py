@@ -18,7 +18,7 @@ import paramserve.cli as cli
 import paramserve.launch as launch
 import paramserve.pytorch
 from paramserve.cli import INTERRUPTED, main
-from paramserve.cli.cluster import save
+from paramserve.cli.paths import save
 from paramserve.errors import ParamServeError, WorkerFailed, warn_user
 from paramserve.launch import Result
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tests.unit.pytorch.fakes import FakeClient, FakeCluster, FakeTicket
 
+from paramserve.client.rows import TablePush
 from paramserve.client.string_keys import hashed
-from paramserve.client.table import TablePush
 from paramserve.compiling import load_routing
 from paramserve.errors import NonFinite
 

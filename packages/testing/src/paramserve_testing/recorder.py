@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from paramserve.consistency import registry as policies
 from paramserve.consistency.built_in import Sync
 from paramserve.core.block import ShardBlock
-from paramserve.core.events import ClientHere, Effects, Event, MembersChanged, Requested
+from paramserve.core.events import Effects, Event, MembersChanged, Requested
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import ENDED, Answer, ReadRequest, ShardSession
+from paramserve.core.shard_sessions import ENDED, Answer, ClientHere, ReadRequest, ShardSession
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import (
     BlockSpec,
