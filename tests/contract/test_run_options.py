@@ -6,6 +6,7 @@ Without torch here: workers import what the module of their function has.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +19,24 @@ import paramserve as ps
 from paramserve.errors import UnknownName
 
 
-def adds_one(worker: ps.Worker) -> None:
+def adds_one(worker: ps.Worker, factors: Sequence[float] = (1.0, 1.0)) -> None:
+    assert worker.factor == 1.0
+    for wrong in (0.0, float("nan"), -1, "1"):
+        with pytest.raises((TypeError, ValueError), match="factor must be"):
+            worker.factor = wrong
+    worker.factor = factors[worker.rank]
     worker.client.define("w", np.zeros(3), rule=ps.Add())
     worker.client.push("w", np.ones(3))
     worker.client.tick()
 
 
-def test_worker_weight_multiplies_the_gradients_of_each_rank() -> None:
-    result = ps.run(adds_one, workers=2, consistency=ps.Async(), worker_weight=[0.5, 3.0])
+def test_factor_multiplies_the_gradients_of_each_rank() -> None:
+    result = ps.run(adds_one, args=([0.5, 3.0],), workers=2, consistency=ps.Async())
     assert result.state_dict("default")["w"].tolist() == [3.5] * 3
 
 
-def test_worker_weight_weighs_the_mean_of_a_synchronous_clock() -> None:
-    result = ps.run(adds_one, workers=2, consistency=ps.Sync(), worker_weight=[1.0, 3.0])
+def test_factor_weighs_the_mean_of_a_synchronous_clock() -> None:
+    result = ps.run(adds_one, args=([1.0, 3.0],), workers=2, consistency=ps.Sync())
     assert result.state_dict("default")["w"].tolist() == [1.0] * 3
 
 

@@ -26,7 +26,7 @@ class Push(NamedTuple):
     weight: float = 1.0
     """Samples behind it."""
     factor: float = 1.0
-    """What the run was told to multiply this worker's gradients by (`worker_weight`)."""
+    """What this worker has its gradients multiplied by (`Worker.factor`)."""
 
 
 class Pull(NamedTuple):

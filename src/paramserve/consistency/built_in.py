@@ -487,7 +487,7 @@ class ElasticAverage(Policy):
     After each `every` own steps, with alpha = lr * rho: the servers' values c and the worker's x
     move towards each other by alpha * (x - c). `worker.optimizer` does that, with the lr of each
     parameter group; for parameters of `client.define` push alpha * (c - x) yourself, to
-    `ps.SGD(lr=1.0)`. Workers send no gradients, so that `worker_weight` has no meaning here.
+    `ps.SGD(lr=1.0)`. Workers send no gradients, so that `Worker.factor` has no meaning here.
     `Result.state_dict()` is c, and it is what to evaluate: a model on a worker has that worker's
     own values, also at the end.
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paramserve.client.arrow import pyarrow, saying
-from paramserve.config import check_number
-from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import ElasticAverage
 from paramserve.engine.base import Engine
 from paramserve.engine.local import Local
 from paramserve.launch.abbreviation import abbreviated
@@ -48,31 +45,6 @@ def check_arguments(args: object, kwargs: object) -> tuple[Sequence[Any], Mappin
         if not isinstance(name, str):
             raise TypeError(f"kwargs goes by the names of parameters, and {name!r} is none")
     return args, kwargs
-
-
-def check_weights(
-    weights: Sequence[float] | None, workers: int, policy: Policy | None
-) -> tuple[float, ...]:
-    """A weight for each rank; empty for None.
-
-    Raises:
-        ValueError: another number of them, one that is not finite and above 0, or a policy under
-            which workers send no gradients.
-        TypeError: one is no number.
-    """
-    if weights is None:
-        return ()
-    if isinstance(policy, ElasticAverage):
-        raise ValueError(
-            "worker_weight multiplies gradients, and under ElasticAverage workers send none: leave "
-            "it out"
-        )
-    found = tuple(weights)
-    if len(found) != workers:
-        raise ValueError(f"worker_weight has {len(found)} weights for {workers} workers")
-    for rank, weight in enumerate(found):
-        check_number(f"worker_weight of rank {rank}", weight, above=0.0)
-    return tuple(map(float, found))
 
 
 def check_engine(engine: Engine | None) -> Engine:

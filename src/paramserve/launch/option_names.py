@@ -23,6 +23,7 @@ MOVED_OF_RUNS: Mapping[str, str] = MappingProxyType(
         **MOVED,
         "threads_per_worker": "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
         "on_server_death": "checkpoint=ps.Checkpoint(path, on_server_death=...)",
+        "worker_weight": "worker.factor = ... in the training function",
         "show_rank": "engine=ps.Local(show_rank=...)",
     }
 )

@@ -34,7 +34,6 @@ from paramserve.launch.arguments import (
     check_engine,
     check_folder,
     check_options,
-    check_weights,
 )
 from paramserve.launch.checkpoints import Checkpoint, Path, recovery_of
 from paramserve.launch.option_names import by_name
@@ -75,7 +74,6 @@ class _Arguments:
     servers: int
     engine: Engine | None
     consistency: Policy | None
-    worker_weight: Sequence[float] | None
     seed: int | None
     on_worker_death: OnWorkerDeath
     timeout_s: float | None
@@ -100,7 +98,6 @@ def start(
     servers: int = 1,
     engine: Engine | None = None,
     consistency: Policy | None = None,
-    worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
@@ -137,7 +134,6 @@ def run(
     servers: int = 1,
     engine: Engine | None = None,
     consistency: Policy | None = None,
-    worker_weight: Sequence[float] | None = None,
     seed: int | None = None,
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
@@ -172,8 +168,6 @@ def run(
             None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
             not be registered.
-        worker_weight: for each rank, what its gradients are multiplied by, above 0; 1 each if
-            None, and for workers that join later. `Sync` divides the weighted sum by the weights.
         seed: of random, numpy, torch, the loader's order and Python's `hash` in workers; None: a
             random one, in the result.
         on_worker_death: "stop": the first worker that fails fails the run; "continue": the
@@ -280,7 +274,6 @@ def _job(given: _Arguments) -> Job:
         workers,
         rules=given.rules,
     )
-    factors = check_weights(given.worker_weight, workers, given.consistency)
     engine = check_engine(given.engine)
     deadlines = check_settings("deadlines", given.deadlines, Deadlines)
     limits = check_settings("limits", given.limits, Limits)
@@ -308,8 +301,7 @@ def _job(given: _Arguments) -> Job:
                 state=state,
                 tables=tables,
                 run=secrets.randbits(RUN_BITS) if recovery is not None else 0,
-            ),
-            factors,
+            )
         ),
         worker_code=code,
         worker_imports=imports(given.train),
@@ -337,7 +329,7 @@ def _hash_seed(seed: int) -> str:
 
 
 def _worker_payload(
-    common: WorkerConfig, factors: Sequence[float]
+    common: WorkerConfig,
 ) -> Callable[[int, tuple[str, ...], Deadlines], bytes]:
     """What tells a worker of a rank its configuration, given where the coordinator listens.
 
@@ -346,11 +338,7 @@ def _worker_payload(
     """
 
     def payload(rank: int, coordinator: tuple[str, ...], deadlines: Deadlines) -> bytes:
-        # A rank that comes later, by `Job.scale`, was given no weight.
-        factor = factors[rank] if rank < len(factors) else 1.0
-        config = structs.replace(
-            common, rank=rank, coordinator=coordinator, deadlines=deadlines, factor=factor
-        )
+        config = structs.replace(common, rank=rank, coordinator=coordinator, deadlines=deadlines)
         return msgspec.msgpack.encode(config)
 
     return payload

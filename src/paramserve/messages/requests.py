@@ -106,7 +106,7 @@ class Step(Struct, array_like=True, tag="step"):
     `clock` is the client's clock before this step. `base` is the version that the gradients were
     computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
-    `worker_weight`. `mark` (lease, samples): what this worker has taken of the samples that were
+    `Worker.factor`. `mark` (lease, samples): what this worker has taken of the samples that were
     leased to it, with this step. `oldest`: the client has read the answers to all lower numbers,
     and asks for none of them again. `note`: what the shard is to keep for the next incarnation of
     this rank and for added workers; it does not look into it, and keeps each rank's last two.

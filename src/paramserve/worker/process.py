@@ -33,8 +33,6 @@ class WorkerConfig(Struct, frozen=True):
     seed: int
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
-    factor: float = 1.0
-    """What its gradients are multiplied by (`worker_weight`)."""
     state: bytes = b""
     """What its models start from (`load_state`), in cloudpickle; empty: their own values."""
     tables: dict[str, str] = {}
@@ -87,7 +85,6 @@ def main(boot: Bootstrap) -> None:
         deadlines=config.deadlines,
     )
     client = Client(connection)
-    client.steps.factor = config.factor
     client.load_tables = config.tables
     client.steps.run = config.run
     boot.report("ready", msgspec.msgpack.encode(client.connection.incarnation))

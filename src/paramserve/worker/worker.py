@@ -208,6 +208,22 @@ class Worker:
                 'worker.loader(..., shards="own"), which shares nothing out'
             )
 
+    @property
+    def factor(self) -> float:
+        """What the servers multiply this worker's gradients by from its next step on; 1 at first.
+
+        `Sync` divides the weighted sum by the factors, so that only their proportions count. Under
+        `ElasticAverage`, where workers send no gradients, it has no meaning.
+
+        Raises:
+            TypeError, ValueError: it is set to what is no finite number above 0. It is as before.
+        """
+        return self.client.steps.factor
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        self.client.steps.factor = value
+
     def log(self, **values: Any) -> None:
         """Record numbers of this step; they come back in `Result.metrics`, as records with
         `time_s`, `rank`, `clock` and `values`.

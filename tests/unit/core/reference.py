@@ -30,7 +30,7 @@ class Pushed(NamedTuple):
     worker: int
     gradient: Array
     factor: float = 1.0
-    """The worker's own (`worker_weight`)."""
+    """The worker's own (`Worker.factor`)."""
     weight: float = 1.0
     """Samples behind it."""
     clock: int = 0

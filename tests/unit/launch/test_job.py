@@ -63,15 +63,6 @@ def test_start_counts_must_be_positive_ints(option: str) -> None:
         ({"consistency": ps.Async}, TypeError, r"not the class Async.*call it: ps\.Async\(\)"),
         ({"consistency": ps.Sync(backup=1)}, ValueError, "below the number of workers, 1"),
         ({"rules": [3]}, TypeError, "rules= takes classes"),
-        ({"worker_weight": [1.0, 2.0]}, ValueError, "2 weights for 1 workers"),
-        ({"worker_weight": [0.0]}, ValueError, "worker_weight of rank 0 must be above"),
-        ({"worker_weight": [float("nan")]}, ValueError, "worker_weight of rank 0"),
-        ({"worker_weight": ["1"]}, TypeError, "worker_weight of rank 0 must be a number"),
-        (
-            {"worker_weight": [1.0], "consistency": ps.ElasticAverage(rho=0.1)},
-            ValueError,
-            "under ElasticAverage workers send none",
-        ),
         ({"on_worker_death": "ignore"}, ValueError, "on_worker_death must be"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be"),
@@ -176,6 +167,7 @@ BEGINS: dict[str, Callable[..., object]] = {
                 "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
                 "run start",
             ),
+            ("worker_weight", "worker.factor = ... in the training function", "run start"),
         )
         for called in all_called.split()
     ],
