@@ -238,7 +238,7 @@ def test_peers_with_another_token_are_refused_and_logged_once_a_minute(
     host = make_host("tcp")
     for number in range(1, 5):
         if number == 4:
-            monkeypatch.setattr(listener, "_TELL_EVERY_S", 0.0)  # as if the minute were over
+            monkeypatch.setattr(listener, "_LOG_EVERY_S", 0.0)  # as if the minute were over
         with pytest.raises(NotAuthenticated, match="refused this side's token"):
             Link.connect([host.address], Hello("client"), credentials=WRONG, timeout_s=WAIT_S)
         wait_until(lambda number=number: host.refused == number)

@@ -273,7 +273,7 @@ class Connection:
                 limits=limits,
                 timeout_s=limit_s,
                 lost_s=deadlines.lost_s,
-                wanted=wanted,
+                may_retry=wanted,
             )
 
         def join(limit_s: float) -> Joined:

@@ -157,10 +157,10 @@ def peer_uid(sock: socket.socket) -> int:
 def _age_s(path: str) -> float:
     """How long ago a file was written or put there, in seconds; 0: it is gone, or not known."""
     try:
-        told = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0.0
-    return max(time.time() - max(told.st_mtime, told.st_ctime), 0.0)
+    return max(time.time() - max(status.st_mtime, status.st_ctime), 0.0)
 
 
 class TokenFile:
@@ -198,8 +198,8 @@ class TokenFile:
             self._before = dict([*before.items()][-TOKENS_BEFORE_MAX:])
             self._current = token
         self._asked_at = now
-        held = [each for each, until in self._before.items() if now - until < grace_s]
-        return (token, *reversed(held))
+        valid = [each for each, until in self._before.items() if now - until < grace_s]
+        return (token, *reversed(valid))
 
 
 _files: dict[bytes, TokenFile] = {}

@@ -48,9 +48,9 @@ class Buffers:
             memory = aligned_empty(-(-size // _ROUND) * _ROUND)
         # Every view of an array on a memoryview keeps that array alive: numpy looks for the owner
         # of a view's memory through arrays only. So the end of this one is the end of all.
-        given = np.frombuffer(memory.data[:size], np.uint8)
-        weakref.finalize(given, self._back, memory).atexit = False
-        return given
+        array = np.frombuffer(memory.data[:size], np.uint8)
+        weakref.finalize(array, self._back, memory).atexit = False
+        return array
 
     def close(self) -> None:
         """Keep nothing from now on."""
@@ -64,10 +64,10 @@ class Buffers:
             fitting = [memory for memory in self._idle if size <= memory.size <= 2 * size]
             if not fitting:
                 return None
-            found = min(fitting, key=len)
-            self._idle = [memory for memory in self._idle if memory is not found]
-            self.idle_bytes -= found.size
-            return found
+            smallest = min(fitting, key=len)
+            self._idle = [memory for memory in self._idle if memory is not smallest]
+            self.idle_bytes -= smallest.size
+            return smallest
 
     def _back(self, memory: ByteArray) -> None:
         with self._lock:

@@ -196,17 +196,17 @@ class StreamConnection:
             return
         try:
             if views:
-                sent = self._sock.sendmsg([memoryview(data), *views[: IO_PARTS_MAX - 1]])
+                count = self._sock.sendmsg([memoryview(data), *views[: IO_PARTS_MAX - 1]])
             else:
-                sent = self._sock.send(data)
+                count = self._sock.send(data)
         except BlockingIOError:
-            sent = 0
+            count = 0
         except OSError as error:
             self._fail(error)
             return
-        if sent < PRELUDE_BYTES + length + total:
+        if count < PRELUDE_BYTES + length + total:
             rest = deque([memoryview(data), *views])
-            drop(rest, sent)
+            drop(rest, count)
             self._enqueue(rest)
 
     def close(self) -> None:
@@ -251,14 +251,14 @@ class StreamConnection:
 
     def _writable(self) -> None:
         try:
-            sent = self._sock.sendmsg(islice(self._queue, IO_PARTS_MAX))
+            count = self._sock.sendmsg(islice(self._queue, IO_PARTS_MAX))
         except BlockingIOError:
-            sent = 0
+            count = 0
         except OSError as error:
             self._fail(error)
             return
-        self._queued_bytes -= sent
-        drop(self._queue, sent)
+        self._queued_bytes -= count
+        drop(self._queue, count)
         if self._paused and not self._is_full():
             self._loop.call_soon(self._resume)
         if bool(self._queue) == self._writing:
@@ -329,22 +329,22 @@ class StreamConnection:
                 f"no memory for a payload of {size} bytes", fix="send less at once, or add memory"
             ) from None
         rest = payload.data
-        taken = self._reader.take(rest)
-        if taken == size:
+        size_read = self._reader.take(rest)
+        if size_read == size:
             self._handler.frame(self, header, payload)
             return True
-        self._header, self._payload, self._payload_rest = header, payload, rest[taken:]
+        self._header, self._payload, self._payload_rest = header, payload, rest[size_read:]
         return False
 
     def _read_payload(self) -> None:
-        rest, left = self._payload_rest, _READ_AT_ONCE
+        rest, budget = self._payload_rest, _READ_AT_ONCE
         try:
-            while rest and left > 0:
-                count = self._sock.recv_into(rest[:left])
+            while rest and budget > 0:
+                count = self._sock.recv_into(rest[:budget])
                 if not count:
                     self._end("the peer closed within a payload")
                     return
-                rest, left = rest[count:], left - count
+                rest, budget = rest[count:], budget - count
         except BlockingIOError:
             pass
         except OSError as error:

@@ -113,12 +113,12 @@ class ControlLink:
         limits: Limits,
         timeout_s: float,
         lost_s: float = LOST_S,
-        wanted: Callable[[], bool] = lambda: True,
+        may_retry: Callable[[], bool] = lambda: True,
     ) -> ControlLink:
         """Connect, trying again while no process listens there yet.
 
         Args:
-            wanted: asked before each further attempt: whether there is to be one.
+            may_retry: asked before each further attempt: whether there is to be one.
         Raises:
             ConnectTimeout: no answer in `timeout_s`.
             NotAuthenticated: the coordinator does not take these credentials.
@@ -126,7 +126,7 @@ class ControlLink:
         dial = partial(
             Link.connect, addresses, hello, credentials=credentials, limits=limits, lost_s=lost_s
         )
-        control = cls(dial(timeout_s=timeout_s, wanted=wanted), addresses)
+        control = cls(dial(timeout_s=timeout_s, may_retry=may_retry), addresses)
         control._dial = lambda limit_s: dial(timeout_s=limit_s)
         return control
 
@@ -221,8 +221,8 @@ class ControlLink:
             link.keep_open()
             poll = select.poll()
             poll.register(link, select.POLLIN)
-            known = [*self._others, self._link, link]
-            self._others = [each for each in known if each.broken_off or each.fileno() >= 0]
+            links = [*self._others, self._link, link]
+            self._others = [each for each in links if each.broken_off or each.fileno() >= 0]
             # Before any heartbeat: the coordinator must know the sender.
             link.send(encode(structs.replace(self._identity, call=self._call)))
             with self._io:
@@ -310,7 +310,7 @@ class ControlLink:
                 if self._send(structs.replace(message, call=self._call), deadline):
                     reply = self._await(self._call, deadline)
         except ConnectionError as error:
-            raise self._gone(error) from error
+            raise self._lost_error(error) from error
         finally:
             try:  # noqa: SIM105  # no call comes before the release
                 self._lock.release()
@@ -329,8 +329,8 @@ class ControlLink:
         return reply
 
     def _await(self, number: int, deadline: float) -> CoordinatorReply | None:
-        while (left := deadline - time.monotonic()) > 0:
-            header = self._receive(left)
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            header = self._receive(remaining_s)
             if header is None:
                 continue
             reply: CoordinatorReply | ServerNotice | Refused = _decode(header)
@@ -388,20 +388,20 @@ class ControlLink:
     ) -> bool:
         """False: another thread was sending until the deadline, or the coordinator takes nothing,
         and `waits` is False. Nothing was sent."""
-        sent = False
+        done = False
         try:
             if self._io.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
                 if waits:
                     self._link.send(encode(message))
-                    sent = True
+                    done = True
                 else:
-                    sent = self._link.offer(encode(message))
+                    done = self._link.offer(encode(message))
         finally:
             try:  # noqa: SIM105  # no call comes before the release
                 self._io.release()
             except RuntimeError:
                 pass
-        return sent
+        return done
 
     def _receive(self, timeout_s: float) -> bytes | None:
         """The next header; None: not in time, or not in `LOOK_S`. The caller holds `_lock`."""
@@ -483,12 +483,12 @@ class ControlLink:
                 if not isinstance(reply, Refused):
                     self._keep(reply)
         except ConnectionError as error:
-            raise self._gone(error) from error
+            raise self._lost_error(error) from error
         finally:
             self._lock.release()
         return True
 
-    def _gone(self, error: Exception) -> ParamServeError:
+    def _lost_error(self, error: Exception) -> ParamServeError:
         if isinstance(error, EndedByPeer):
             return self._refused(error.reason)
         if self._link.broken_off and self._identity is None:

@@ -194,13 +194,13 @@ def _check_greeting(
     sock: socket.socket, address: str, settings: TLS | None, deadline: float
 ) -> None:
     """Raise `NotAuthenticated` if one side wants TLS and the other does not."""
-    wanted = auth.read_greeting(_exactly(sock, auth.GREETING_BYTES, deadline))
-    if wanted and settings is None:
+    tls_needed = auth.read_greeting(_exactly(sock, auth.GREETING_BYTES, deadline))
+    if tls_needed and settings is None:
         raise NotAuthenticated(
             f"{address} speaks TLS, and this side has no certificates",
             fix="give tls=TLS(certificate, key, authority)",
         )
-    if settings is not None and not wanted:
+    if settings is not None and not tls_needed:
         raise NotAuthenticated(
             f"{address} does not speak TLS, and this side takes nothing else",
             fix="start the servers with tls= too, or check the address",
@@ -222,10 +222,10 @@ def _prove_over_tls(
 
 def remaining(deadline: float) -> float:
     """Seconds until the deadline. Raises `TimeoutError` past it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError("no answer in time")
-    return left
+    return seconds
 
 
 def _prove(sock: socket.socket, token: bytes, deadline: float) -> bool:

@@ -121,10 +121,10 @@ def _map(hello: Hello, fds: list[int], limits: Limits) -> dict[int, ByteArray]:
             fix="number arenas from 1, each once, and send one descriptor for each",
         )
     arenas: dict[int, ByteArray] = {}
-    left = limits.arena_bytes_max
+    remaining = limits.arena_bytes_max
     for number, nbytes in hello.arenas:
-        arenas[number] = map_arena(fds.pop(0), nbytes, left)
-        left -= nbytes
+        arenas[number] = map_arena(fds.pop(0), nbytes, remaining)
+        remaining -= nbytes
     return arenas
 
 
@@ -142,9 +142,9 @@ async def _read(sock: socket.socket, size: int, fds_max: int = 0) -> tuple[bytes
                 continue
             for level, kind, raw in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    found = array.array("i")
-                    found.frombytes(raw[: len(raw) - len(raw) % found.itemsize])
-                    fds += found
+                    numbers = array.array("i")
+                    numbers.frombytes(raw[: len(raw) - len(raw) % numbers.itemsize])
+                    fds += numbers
             if flags & socket.MSG_CTRUNC:
                 raise ProtocolError(
                     f"a hello was refused: more than {fds_max} descriptors came with it",

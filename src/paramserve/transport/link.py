@@ -51,8 +51,8 @@ logger = logging.getLogger("paramserve")
 
 _LIMITS: Final = Limits()
 _IO_TIMEOUT_S: Final = Deadlines().request_s
-TOLD_MAX: Final = 1024
-_told: set[tuple[str, str]] = set()
+LOGGED_MAX: Final = 1024
+_logged: set[tuple[str, str]] = set()
 """Which address was used instead of which, as far as it was told."""
 _RETRY_S: Final = 0.02
 """Between attempts to reach a peer that is not there yet."""
@@ -94,7 +94,7 @@ class Link:
         self.payload_bytes = 0
         self.more = False
         self.broken_off = False
-        self._kept: socket.socket | None = None
+        self._broken_socket: socket.socket | None = None
         """Of a connection that was broken off and stays open."""
         self._spare: socket.socket | None = None
         """A closed one, for its place; see `keep_open`."""
@@ -133,7 +133,7 @@ class Link:
         limits: Limits = _LIMITS,
         io_timeout_s: float = _IO_TIMEOUT_S,
         lost_s: float = LOST_S,
-        wanted: Callable[[], bool] = lambda: True,
+        may_retry: Callable[[], bool] = lambda: True,
     ) -> Link:
         """Reach a peer at one of its addresses, over a Unix socket if that can be done.
 
@@ -148,7 +148,7 @@ class Link:
                 last one are written.
             io_timeout_s: a started send or payload that moves no byte for this long has failed.
             lost_s: a TCP connection ends when the peer's host is silent for about this long.
-            wanted: asked before all addresses are tried again: whether they are to be.
+            may_retry: asked before all addresses are tried again: whether they are to be.
         Raises:
             ValueError: an address that is none, or TCP with a token that is too short.
             ConnectTimeout: no answer. Nothing was applied. Its cause is the failure at an address
@@ -179,9 +179,9 @@ class Link:
             for _, failure in failures:
                 if isinstance(failure, ParamServeError):
                     raise failure
-            if time.monotonic() + _RETRY_S >= deadline or not wanted():
-                heard = [failure for _, failure in failures if listens(failure)]
-                raise _unreached(failures, timeout_s) from (heard or [failures[-1][1]])[0]
+            if time.monotonic() + _RETRY_S >= deadline or not may_retry():
+                answers = [failure for _, failure in failures if listens(failure)]
+                raise _unreached(failures, timeout_s) from (answers or [failures[-1][1]])[0]
             time.sleep(_RETRY_S)
 
     @classmethod
@@ -211,8 +211,8 @@ class Link:
         data = hello_frame(hello, arenas, self._limits.handshake_bytes_max)
         nonce = write_nonce(arenas)
         fds = [arena.fd for arena in arenas if arena.fd is not None]
-        sent = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
-        if sent != len(data):
+        count = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
+        if count != len(data):
             raise ConnectionAbortedError("the peer reads nothing of its handshake")
         reply = self.receive(remaining(deadline))
         if reply is None:
@@ -252,13 +252,13 @@ class Link:
                 return
             data = prelude(size, 0) + header
             try:
-                sent = self._sock.send(data)
+                count = self._sock.send(data)
             except BlockingIOError:
-                sent = 0
+                count = 0
             except OSError as error:
                 raise self._failed(error) from error
-            if sent < PRELUDE_BYTES + size:
-                self._send_all(deque([memoryview(data)[sent:]]))
+            if count < PRELUDE_BYTES + size:
+                self._send_all(deque([memoryview(data)[count:]]))
         except BaseException:
             self._break_off()
             raise
@@ -473,8 +473,8 @@ class Link:
         """Close the descriptor in a forked child; the parent's connection goes on."""
         self._closed = True
         self._sock.close()
-        if self._kept is not None:
-            self._kept.close()
+        if self._broken_socket is not None:
+            self._broken_socket.close()
 
     def _break_off(self) -> None:
         """Use the connection no more: a call was interrupted within a frame, and the peer would
@@ -482,7 +482,7 @@ class Link:
         if self._sock.fileno() >= 0:
             self.broken_off = True
             if self._spare is not None:
-                self._kept, self._sock = self._sock, self._spare
+                self._broken_socket, self._sock = self._sock, self._spare
             else:
                 self._sock.close()
 
@@ -496,8 +496,8 @@ class Link:
                 raise self._failed(ConnectionAbortedError(late))
 
     def _closed_by_peer(self, how: str) -> Exception:
-        lost = lost_hosts.ended(self._sock)
-        return self._failed(ConnectionResetError("the peer's host is lost" if lost else how))
+        host_lost = lost_hosts.ended(self._sock)
+        return self._failed(ConnectionResetError("the peer's host is lost" if host_lost else how))
 
     def _ended(self) -> ClientClosed:
         """Why it is of no use any more: it was closed, or this is a forked child."""
@@ -511,7 +511,7 @@ class Link:
             return self._ended()
         reason = None
         if isinstance(error, BrokenPipeError | ConnectionResetError):
-            reason = self._said_last()
+            reason = self._last_refusal()
         self._sock.close()
         if reason is not None:
             return EndedByPeer(reason)
@@ -524,7 +524,7 @@ class Link:
             )
         return ConnectionAbortedError(f"the connection to {self.address} failed: {error}")
 
-    def _said_last(self) -> ParamServeError | None:
+    def _last_refusal(self) -> ParamServeError | None:
         """Why the peer has ended the connection, if that is the last that it has sent."""
         reader = self._reader
         last: bytes | None = None
@@ -541,18 +541,20 @@ class Link:
         except (OSError, ProtocolError) as failed:
             logger.debug("what %s has sent last cannot be read: %s", self.address, failed)
         try:
-            said = _decode_refused(last) if last is not None else None
+            refusal = _decode_refused(last) if last is not None else None
         except msgspec.MsgspecError:
             return None
-        return rebuild(said.kind, said.failed, said.applied, said.fix) if said else None
+        return (
+            rebuild(refusal.kind, refusal.failed, refusal.applied, refusal.fix) if refusal else None
+        )
 
 
 def _tell_once(address: str, passed: str, why: Exception) -> None:
     """Say why an address was passed over; at debug if that was said before."""
-    level = logging.DEBUG if (address, passed) in _told else logging.WARNING
-    if len(_told) >= TOLD_MAX:
-        _told.clear()
-    _told.add((address, passed))
+    level = logging.DEBUG if (address, passed) in _logged else logging.WARNING
+    if len(_logged) >= LOGGED_MAX:
+        _logged.clear()
+    _logged.add((address, passed))
     logger.log(level, "using %s, because %s failed: %s", address, passed, why)
 
 

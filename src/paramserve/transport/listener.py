@@ -49,7 +49,7 @@ _DESCRIPTORS_EACH: Final = 3
 """Of a client: its socket and its arena, and one more while it shares a larger arena."""
 _DESCRIPTORS_OWN: Final = 256
 """Of the process itself."""
-_TELL_EVERY_S: Final = 60.0
+_LOG_EVERY_S: Final = 60.0
 """Between two warnings that unknown peers hold all places, that no peer can be accepted, or of
 refusals of one address."""
 _REFUSED_FROM_MAX: Final = 256
@@ -91,7 +91,7 @@ class Listener:
         self._unproven: dict[asyncio.Task[None], str] = {}
         """Handshakes of peers that have proved nothing yet, oldest first, with their addresses."""
         self._crowded_out: set[asyncio.Task[None]] = set()
-        self._told_at = self._accept_told_at = -_TELL_EVERY_S
+        self._told_at = self._accept_told_at = -_LOG_EVERY_S
         self._refused_from: dict[str, tuple[float, int]] = {}
         """By address that was not authenticated: when that was told, and how often since then."""
         self._connections: set[StreamConnection] = set()
@@ -159,7 +159,7 @@ class Listener:
         del self._unproven[oldest]
         self._crowded_out.add(oldest)
         oldest.cancel()
-        if self._loop.time() - self._told_at >= _TELL_EVERY_S:
+        if self._loop.time() - self._told_at >= _LOG_EVERY_S:
             self._told_at = self._loop.time()
             logger.warning(
                 "%d peers at %s have proved nothing yet, %d of them from %s: the oldest are closed",
@@ -173,7 +173,7 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         """Accept nothing for a moment: the socket stays readable and would keep the loop busy."""
-        if self._loop.time() - self._accept_told_at >= _TELL_EVERY_S:
+        if self._loop.time() - self._accept_told_at >= _LOG_EVERY_S:
             self._accept_told_at = self._loop.time()
             extra = event("accept-failed", address=self.address)
             logger.warning("cannot accept at %s: %s", self.address, error, extra=extra)
@@ -201,7 +201,7 @@ class Listener:
 
     async def _admit(self, sock: socket.socket) -> None:
         """One handshake, from the accepted socket to the handler."""
-        known = False
+        authenticated = False
         try:
             async with asyncio.timeout(self._limits.handshake_timeout_s):
                 if self._kind == "unix":
@@ -209,17 +209,17 @@ class Listener:
                 else:
                     sock = self._greet(sock)
                     await self._authenticate(sock)
-                known = True
+                authenticated = True
                 self._proved()
                 arenas_max = self._limits.arenas_max if self._kind == "unix" else 0
                 hello, arenas = await handshake.read_hello(
                     sock, self._limits, arenas_max=arenas_max
                 )
         except (ParamServeError, OSError) as error:
-            if known and isinstance(error, ParamServeError):
-                _tell(sock, error)
+            if authenticated and isinstance(error, ParamServeError):
+                _send_refusal(sock, error)
             if isinstance(error, NotAuthenticated):
-                self._tell_refused(sock, error.failed)
+                self._log_refused(sock, error.failed)
             self._refused(sock, str(error) or type(error).__name__)
             return
         conn = StreamConnection(
@@ -263,29 +263,29 @@ class Listener:
     def _forget(self, conn: StreamConnection) -> None:
         self._connections.discard(conn)
 
-    def _tell_refused(self, sock: socket.socket, why: str) -> None:
+    def _log_refused(self, sock: socket.socket, why: str) -> None:
         """Log a peer that is not authenticated, once a minute for each address."""
         try:
             tcp_peer = self._kind == "tcp"
             peer = tcp.plain(str(sock.getpeername()[0])) if tcp_peer else "this machine"
         except OSError:  # it has gone already
             peer = "an address that is gone"
-        now, kept = self._loop.time(), self._refused_from
-        told_at, count = kept.get(peer, (now - _TELL_EVERY_S, 0))
-        if peer not in kept and len(kept) >= _REFUSED_FROM_MAX:
-            oldest = next(iter(kept))
-            if now - kept[oldest][0] < _TELL_EVERY_S:
+        now, log_times = self._loop.time(), self._refused_from
+        logged_at, count = log_times.get(peer, (now - _LOG_EVERY_S, 0))
+        if peer not in log_times and len(log_times) >= _REFUSED_FROM_MAX:
+            oldest = next(iter(log_times))
+            if now - log_times[oldest][0] < _LOG_EVERY_S:
                 return
-            del kept[oldest]
-        if now - told_at < _TELL_EVERY_S:
-            kept[peer] = told_at, count + 1
+            del log_times[oldest]
+        if now - logged_at < _LOG_EVERY_S:
+            log_times[peer] = logged_at, count + 1
             return
-        kept.pop(peer, None)  # those that were told last stand last
-        kept[peer] = now, 0
+        log_times.pop(peer, None)  # those that were told last stand last
+        log_times[peer] = now, 0
         more = f"; {count} more from there since the last such line" if count else ""
         extra = event("peer-refused", address=self.address, peer=peer, more=count)
-        told = "refused a peer from %s at %s: %s%s"
-        logger.warning(told, peer, self.address, why, more, extra=extra)
+        text = "refused a peer from %s at %s: %s%s"
+        logger.warning(text, peer, self.address, why, more, extra=extra)
 
     def _refused(self, sock: socket.socket, reason: str) -> None:
         self.refused += 1
@@ -293,7 +293,7 @@ class Listener:
         sock.close()
 
 
-def _tell(sock: socket.socket, error: ParamServeError) -> None:
+def _send_refusal(sock: socket.socket, error: ParamServeError) -> None:
     header = refusal(error)
     with contextlib.suppress(OSError):
         sock.send(prelude(len(header), 0) + header)
@@ -342,12 +342,12 @@ async def listen(
 def _allow_descriptors(clients: int) -> None:
     # The usual soft limit of 1,024 ends near 400 local clients, the hard one is far above that.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS_OWN + _DESCRIPTORS_EACH * clients
+    limit = _DESCRIPTORS_OWN + _DESCRIPTORS_EACH * clients
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = min(limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):  # forbidden in this container
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 async def listen_unix(path: str, handler: Handler, limits: Limits) -> Listener:
@@ -427,8 +427,8 @@ async def listen_tcp(
     except OSError as error:
         fix = "choose another host or port (0: any free port)"
         raise _cannot_listen(f"tcp:{tcp.join_place(host, port)}", error, fix) from error
-    told = advertise.strip("[]") if advertise else tcp.reached_at(host)
-    place = tcp.join_place(told, sock.getsockname()[1])
+    advertised = advertise.strip("[]") if advertise else tcp.reached_at(host)
+    place = tcp.join_place(advertised, sock.getsockname()[1])
     listener = Listener(
         sock, "tcp", f"tcp:{place}", handler, limits, credentials=credentials, lost_s=lost_s
     )
@@ -436,6 +436,6 @@ async def listen_tcp(
 
 
 def _cannot_listen(address: str, error: OSError, fix: str) -> ParamServeError:
-    taken = error.errno == errno.EADDRINUSE
-    why = "another process listens there" if taken else error.strerror or str(error)
+    in_use = error.errno == errno.EADDRINUSE
+    why = "another process listens there" if in_use else error.strerror or str(error)
     return ParamServeError(f"could not listen at {address}: {why}", fix=fix)

@@ -56,7 +56,7 @@ def dialer(config: ServerConfig, credentials: Credentials) -> Dial:
         lost_s=config.deadlines.lost_s,
         limits=config.limits,
     )
-    return lambda addresses, wanted: connect(addresses, wanted=wanted)
+    return lambda addresses, may_retry: connect(addresses, may_retry=may_retry)
 
 
 class _Peer:
@@ -94,11 +94,11 @@ class PeerLinks:
             return
         peer = self._peers.setdefault(shard, _Peer())
         peer.queue.append(header)
-        if not peer.waiting and not self._sent(peer):
+        if not peer.waiting and not self._flush(peer):
             self._look_later(shard, peer)
         self._need(shard, peer)
 
-    def _sent(self, peer: _Peer) -> bool:
+    def _flush(self, peer: _Peer) -> bool:
         """Send what is kept, as far as the peer takes it; False: it does not take all of it now."""
         if peer.link is None:
             return True
@@ -122,7 +122,7 @@ class PeerLinks:
         peer.waiting = False
         if self._closed:
             return
-        if self._sent(peer):
+        if self._flush(peer):
             self._need(shard, peer)
         else:
             self._look_later(shard, peer)
@@ -142,15 +142,15 @@ class PeerLinks:
             if self._closed:
                 return
             extra = event("server-unreachable", role="server", server=self._shard, other=shard)
-            told = "shard %d cannot reach shard %d: %s"
-            logger.warning(told, self._shard, shard, error, extra=extra)
+            text = "shard %d cannot reach shard %d: %s"
+            logger.warning(text, self._shard, shard, error, extra=extra)
             return
         link = dialing.result()
         if self._closed:
             link.close()
             return
         peer.link = link
-        if not peer.waiting and not self._sent(peer):
+        if not peer.waiting and not self._flush(peer):
             self._look_later(shard, peer)
 
     def close(self) -> None:

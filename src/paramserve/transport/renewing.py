@@ -68,8 +68,8 @@ class Renewed(Generic[T]):
             value = self._make()
         except ParamServeError as error:
             extra = event("credentials-refused", files=list(self._paths))
-            told = "%s cannot be renewed, and what was read before stays in use: %s. To fix: %s"
-            logger.warning(told, self._what, error.failed, error.fix, extra=extra)
+            text = "%s cannot be renewed, and what was read before stays in use: %s. To fix: %s"
+            logger.warning(text, self._what, error.failed, error.fix, extra=extra)
             return self._value
         if value != self._value:
             extra = event("credentials-renewed", files=list(self._paths))
@@ -80,12 +80,12 @@ class Renewed(Generic[T]):
 
 def _stamp(paths: Sequence[str]) -> Stamp:
     """What tells that files were replaced or written; None for one that is not there."""
-    found: list[tuple[int, ...] | None] = []
+    stamps: list[tuple[int, ...] | None] = []
     for path in paths:
         try:
-            told = os.stat(path)
+            status = os.stat(path)
         except OSError:
-            found.append(None)
+            stamps.append(None)
         else:
-            found.append((told.st_dev, told.st_ino, told.st_mtime_ns, told.st_ctime_ns))
-    return tuple(found)
+            stamps.append((status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(stamps)

@@ -69,8 +69,8 @@ def family_of(host: str) -> socket.AddressFamily:
     """
     if ":" in host:
         return socket.AF_INET6
-    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+    families = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
 
 
 def plain(host: str) -> str:
@@ -108,8 +108,8 @@ def way_to(host: str) -> str:
 def warn_if_open(bind: str, tls: TLS | None) -> None:
     """Say so where others than this machine's processes can reach a port, and TLS is missing."""
     if bind.rpartition(":")[0] not in _LOOPBACK and tls is None:
-        told = "listening beyond this machine at %s without TLS: values can be read on the way"
-        logger.warning(told, bind, extra=event("no-tls", address=bind))
+        text = "listening beyond this machine at %s without TLS: values can be read on the way"
+        logger.warning(text, bind, extra=event("no-tls", address=bind))
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ class LostHosts:
     def _start(self) -> None:
         self._pid = os.getpid()
         self._sockets: weakref.WeakKeyDictionary[socket.socket, float] = weakref.WeakKeyDictionary()
-        self._lost: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lost_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._running = False
 
     def ended(self, sock: socket.socket) -> bool:
         """Whether this connection was ended here, because the peer's host is lost."""
-        return sock in self._lost
+        return sock in self._lost_sockets
 
     def watch(self, sock: socket.socket, lost_s: float) -> None:
         """End this connection when its peer is lost: `shutdown`, which wakes a waiting reader."""
@@ -193,20 +193,20 @@ class LostHosts:
         """Look at each socket once; seconds until the next look, or None if none is left."""
         with self._changed:
             watched = list(self._sockets.items())
-        left: list[float] = []
+        remaining: list[float] = []
         for sock, lost_s in watched:
             try:
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
                 if is_lost(info, lost_s):
-                    told = "a TCP peer's host has been silent for %.1f s"
-                    logger.warning(told, lost_s, extra=event("host-lost", **_peer(sock)))
-                    self._lost.add(sock)
+                    text = "a TCP peer's host has been silent for %.1f s"
+                    logger.warning(text, lost_s, extra=event("host-lost", **_peer(sock)))
+                    self._lost_sockets.add(sock)
                     sock.shutdown(socket.SHUT_RDWR)
-                left.append(lost_s)
+                remaining.append(lost_s)
             except OSError:  # closed
                 with self._changed:
                     self._sockets.pop(sock, None)
-        return min(left) / _LOOKS if left else None
+        return min(remaining) / _LOOKS if remaining else None
 
     def _run(self) -> None:
         while True:

@@ -85,21 +85,21 @@ class TlsSocket(ssl.SSLSocket):
         self, buffers: Iterable[memoryview], *_: object
     ) -> int:
         """As a socket's. Small buffers share a record, large ones are encrypted where they lie."""
-        sent = 0
+        total = 0
         for part in _records(buffers):
             rest = part
             try:
                 while rest:
                     count = self.send(rest)
-                    sent += count
+                    total += count
                     rest = rest[count:]
-                    if sent >= _SENT_AT_ONCE:
-                        return sent
+                    if total >= _SENT_AT_ONCE:
+                        return total
             except BlockingIOError:
-                if sent:
-                    return sent
+                if total:
+                    return total
                 raise
-        return sent
+        return total
 
     def shutdown(self, how: int) -> None:
         """As a socket's: the TLS of `SSLSocket.shutdown` would end first, and leave plain text."""
