@@ -20,7 +20,7 @@ from paramserve.observe.amounts import in_bytes
 if TYPE_CHECKING:
     from paramserve.checkpoint.folder import Folder
     from paramserve.checkpoint.manifest import Manifest
-    from paramserve.launch.exporting import Told
+    from paramserve.launch.exporting import Progress
 
 
 FOLDER = Place(exists=True, file_okay=False)
@@ -212,7 +212,7 @@ def _when(manifest: Manifest) -> str:
 
 
 @contextmanager
-def _bar(manifest: Manifest) -> Iterator[Told]:
+def _bar(manifest: Manifest) -> Iterator[Progress]:
     """A bar of the bytes read, on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn

@@ -216,21 +216,21 @@ class Stopping:
 
     def __init__(self) -> None:
         self._callback: Callable[[], None] | None = None
-        self._wanted = False
+        self._requested = False
         self.over = False
         """The entry has ended: there is nothing left to stop."""
 
     def add(self, callback: Callable[[], None]) -> None:
         """From now on a stop calls this; at once if one was wanted before."""
         self._callback = callback
-        if self._wanted:
+        if self._requested:
             callback()
 
     def stop(self) -> None:
         """End the entry: by its own callback, else by `SystemExit` in the calling thread."""
         if self.over:
             return
-        self._wanted = True
+        self._requested = True
         if self._callback is None:
             sys.exit(EXIT_TERMINATED)
         self._callback()
@@ -256,8 +256,8 @@ def stop_on_sigterm(stopping: Stopping) -> None:
 def find(entry: str) -> Callable[[Bootstrap], None]:
     """The function that "package.module:function" names."""
     module, _, function = entry.partition(":")
-    found: Callable[[Bootstrap], None] = getattr(importlib.import_module(module), function)
-    return found
+    entry_function: Callable[[Bootstrap], None] = getattr(importlib.import_module(module), function)
+    return entry_function
 
 
 def load(code: bytes) -> Any:
@@ -287,8 +287,8 @@ def describe(error: BaseException) -> bytes:
     if isinstance(error, ParamServeError):
         parts += ["\n".join([error.failed, *notes]), error.fix, error.applied]
     # A file name that the locale cannot decode has letters that cannot be sent.
-    sent = (part.encode("utf-8", "backslashreplace").decode() for part in parts)
-    return msgspec.msgpack.encode(Failure(*sent))
+    encoded = (part.encode("utf-8", "backslashreplace").decode() for part in parts)
+    return msgspec.msgpack.encode(Failure(*encoded))
 
 
 def _remove(directory: str) -> None:

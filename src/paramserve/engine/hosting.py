@@ -30,8 +30,8 @@ from paramserve.engine.child import (
 )
 
 
-class Heard(NamedTuple):
-    """What `Host.hear` returns."""
+class HostReport(NamedTuple):
+    """Answer to `Host.poll`."""
 
     pid: int
     node: str
@@ -52,13 +52,13 @@ class Stopped(SystemExit):
 def silence_stops() -> None:
     """Show no traceback of a stop that comes when its entry has ended, in this process from now
     on: threading is silent for a SystemExit, but not for a class derived from it."""
-    tell = threading.excepthook
+    show_default = threading.excepthook
 
-    def told(args: threading.ExceptHookArgs) -> None:
+    def show(args: threading.ExceptHookArgs) -> None:
         if not issubclass(args.exc_type, Stopped):
-            tell(args)
+            show_default(args)
 
-    threading.excepthook = told
+    threading.excepthook = show
 
 
 class _ThreadStopping(Stopping):
@@ -72,14 +72,14 @@ class _ThreadStopping(Stopping):
     def start(self, thread: threading.Thread) -> bool:
         """Start the entry's thread, unless a stop came first."""
         with self._lock:
-            if not self._wanted:
+            if not self._requested:
                 thread.start()
                 self._thread = thread
-            return not self._wanted
+            return not self._requested
 
     def stop(self) -> None:
         with self._lock:
-            again, self._wanted = self._wanted, True
+            again, self._requested = self._requested, True
         if self._callback is not None:
             self._callback()
         elif self._thread is not None and self._thread.ident is not None and not again:
@@ -106,7 +106,7 @@ class Host:
         self._stopping = _ThreadStopping()
         self._changed = threading.Condition()
         self._reports: list[tuple[str, bytes]] = []
-        self._taken = 0
+        self._acknowledged = 0
         self._hearers = 0
         self._ended_with: int | None = None
         self._status: int | None = None
@@ -129,8 +129,8 @@ class Host:
         os.environ.update(environment)
         sys.path += [folder for folder in path if folder not in sys.path]
         sys.argv = [self._name]
-        told = structs.replace(msgspec.msgpack.decode(package, type=Package), secret=secret)
-        thread = threading.Thread(target=self._enter, args=(told,), name=self._name, daemon=True)
+        whole = structs.replace(msgspec.msgpack.decode(package, type=Package), secret=secret)
+        thread = threading.Thread(target=self._enter, args=(whole,), name=self._name, daemon=True)
         if self._stopping.start(thread):
             thread.join()
         for stream in (sys.stdout, sys.stderr):  # what comes next is a kill
@@ -141,29 +141,29 @@ class Host:
             self._status = self._ended_with if self._ended_with is not None else EXIT_TERMINATED
             self._changed.notify_all()
 
-    def hear(self, taken: int) -> Heard:
-        """Wait for reports that come after the first `taken`, or for the end.
+    def poll(self, acknowledged: int) -> HostReport:
+        """Wait for reports that come after the first `acknowledged`, or for the end.
 
         Repeating a call is safe: what was told is kept until a later call shows that it arrived.
         Only the last call is answered with reports.
 
         Args:
-            taken: how many have arrived; -1: return at once, to tell that the process is up.
+            acknowledged: how many have arrived; -1: return at once, to tell that the process is up.
         """
         with self._changed:
             self._hearers += 1
             me = self._hearers
             self._changed.notify_all()
-            if taken < 0:
-                return Heard(os.getpid(), self._node, [], None)
-            del self._reports[: taken - self._taken]
-            self._taken = taken
+            if acknowledged < 0:
+                return HostReport(os.getpid(), self._node, [], None)
+            del self._reports[: acknowledged - self._acknowledged]
+            self._acknowledged = acknowledged
             self._changed.wait_for(
                 lambda: self._reports or self._status is not None or me != self._hearers
             )
             if me != self._hearers:
-                return Heard(os.getpid(), self._node, [], None)
-            return Heard(os.getpid(), self._node, list(self._reports), self._status)
+                return HostReport(os.getpid(), self._node, [], None)
+            return HostReport(os.getpid(), self._node, list(self._reports), self._status)
 
     def linger(self) -> None:
         """Never return: this call fails when the process is gone."""
@@ -177,19 +177,19 @@ class Host:
             self._reports.append((kind, bytes(body)))
             self._changed.notify_all()
 
-    def _enter(self, told: Package) -> None:
+    def _enter(self, package: Package) -> None:
         boot = Bootstrap(
-            told.name,
-            told.payload,
-            told.secret,
+            package.name,
+            package.payload,
+            package.secret,
             self._report,
             lambda callback: None,  # the cluster ends this process with the driver
             self._stopping.add,
-            lambda: load(told.code),
+            lambda: load(package.code),
             self._address,
         )
         try:
-            find(told.entry)(boot)
+            find(package.entry)(boot)
             self._ended_with = 0
         except SystemExit as error:
             self._ended_with = _exit_code(error)

@@ -270,9 +270,9 @@ class LocalFleet:
             if any(process.pidfd is None for process in self._running):
                 left_s = min(left_s, POLL_S)
             self._selector.select(left_s)
-            found = [event for process in tuple(self._running) for event in self._look(process)]
-            if found or time.monotonic() >= deadline:
-                return found
+            events = [event for process in tuple(self._running) for event in self._look(process)]
+            if events or time.monotonic() >= deadline:
+                return events
 
     def close(self) -> None:
         """Kill what still runs, wait for its end and free every descriptor. May be repeated."""
@@ -343,8 +343,8 @@ class LocalFleet:
         if not self._forks:
             return None
         environment = self._environment_of(role)
-        wanted = surroundings(self._python, environment)
-        prepared = next((each for each in self._prepared if each.surroundings == wanted), None)
+        target = surroundings(self._python, environment)
+        prepared = next((each for each in self._prepared if each.surroundings == target), None)
         if prepared is None:
             if len(self._prepared) == PREPARED_MAX or self._one_ended:
                 return None

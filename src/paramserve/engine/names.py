@@ -109,8 +109,8 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"paramserve-names-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ParamServeError(
             f"{folder} is not a folder of this user alone", fix="look who made it, and remove it"
         )

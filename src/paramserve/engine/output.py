@@ -71,16 +71,16 @@ class Lines:
             data = data[1:]
         self._shown_unended = False
         *whole, rest = (self._rest + data).split(b"\n")
-        shown = [self._line(line) for line in whole]
+        lines = [self._line(line) for line in whole]
         if whole or not self._rest:
             self._began = now
         while len(rest) > LINE_BYTES_MAX:
-            shown.append(self._line(rest[:LINE_BYTES_MAX]))
+            lines.append(self._line(rest[:LINE_BYTES_MAX]))
             rest = rest[LINE_BYTES_MAX:]
         if b"\r" in rest:  # what was drawn over is let go, but for the marks that it is redrawn
             rest = b"\r" + _visible(rest) + b"\r" * rest.endswith(b"\r")
         self._rest = rest
-        return b"".join(shown)
+        return b"".join(lines)
 
     def unended(self, now: float) -> bytes:
         """The line that has not ended, as a line; nothing if there is none."""
@@ -102,8 +102,8 @@ def _visible(line: bytes) -> bytes:
     """What a terminal shows of a line that is redrawn: what was drawn last, if it is not blank."""
     if b"\r" not in line:
         return line
-    drawn = [part for part in line.split(b"\r") if part.strip()]
-    return drawn[-1] if drawn else b""
+    parts = [part for part in line.split(b"\r") if part.strip()]
+    return parts[-1] if parts else b""
 
 
 class Stream:
@@ -193,7 +193,7 @@ class Output:
         if thread.is_alive():  # in a write that blocks by itself; it ends when that returns
             self._given_up = True
         if self._given_up:
-            tell(
+            write_line(
                 f"paramserve: the reader of the output took nothing for {READER_S:g} s: at least "
                 f"{self._dropped} bytes that processes printed are not shown\n"
             )
@@ -291,7 +291,7 @@ class Output:
                 self._moved_at = time.monotonic()
 
 
-def tell(line: str) -> None:
+def write_line(line: str) -> None:
     """Write a line to this process's standard error, unless its reader takes nothing."""
     stream: TextIO | None = sys.stderr
     with contextlib.suppress(Exception):

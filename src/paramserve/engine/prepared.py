@@ -298,8 +298,8 @@ def serve(control_fd: int, driver: int) -> None:
     for fd in (control_fd, driver_fd):
         ready.register(fd, select.POLLIN)
     while True:
-        found = [fd for fd, _ in ready.poll()]
-        if driver_fd in found:
+        ready_fds = [fd for fd, _ in ready.poll()]
+        if driver_fd in ready_fds:
             os._exit(0)
         data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, DESCRIPTORS)
         if not data:
@@ -421,5 +421,5 @@ def _show(name: str) -> None:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         start, end = int(fields[45]), int(fields[46])
-        shown = f"paramserve {name}".encode()[: end - start - 2]
-        ctypes.memmove(start, shown.ljust(end - start - 1, b"\0") + b".", end - start)
+        title = f"paramserve {name}".encode()[: end - start - 2]
+        ctypes.memmove(start, title.ljust(end - start - 1, b"\0") + b".", end - start)

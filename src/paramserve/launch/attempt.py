@@ -28,7 +28,7 @@ from paramserve.messages import ServerBeat
 
 
 @dataclass
-class Kept:
+class Readout:
     """What was read of the servers before they ended.
 
     Attributes:
@@ -54,7 +54,7 @@ class Attempt:
         served: set once coordinator and servers are up, and when nothing is to wait for that.
         up_by: when they have to be.
         clients: of this process; those that the program has closed go when the next one comes.
-        kept: of its servers.
+        readout: of its servers.
         collecting: the thread that reads them at the end; None: none does yet.
         collect_error: what ended that one.
     """
@@ -78,7 +78,7 @@ class Attempt:
             self.processes, self.roster, overview, plan.deadlines.request_s, why_fixed
         )
         self.clients: list[Client] = []
-        self.kept = Kept()
+        self.readout = Readout()
         self.collecting: threading.Thread | None = None
         self.collect_error: BaseException | None = None
         self._clients_lock = threading.Lock()

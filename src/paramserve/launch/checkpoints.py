@@ -95,7 +95,7 @@ class Checkpoint:
             )
 
 
-class Chosen(NamedTuple):
+class ResumePoint(NamedTuple):
     """A checkpoint to go on from."""
 
     folder: str
@@ -117,7 +117,7 @@ class Recovery:
         required: whether there must be one in `source`.
 
     Attributes:
-        chosen: the checkpoint to go on from now; None: from the beginning.
+        resume_point: the checkpoint to go on from now; None: from the beginning.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Recovery:
         self.folder = whole_path("path", settings.path) if settings is not None else ""
         """Where it writes, whatever the process's working directory is later; empty: it writes
         none."""
-        self.chosen: Chosen | None = None
+        self.resume_point: ResumePoint | None = None
         self._source = source
         self._required = required
         self._refused: dict[tuple[str, int], CheckpointError] = {}
@@ -143,7 +143,7 @@ class Recovery:
         self._times = 0
         """How often in a row the same one was chosen after a death."""
         if source is not None:
-            self.chosen = self._first(*source)
+            self.resume_point = self._first(*source)
 
     @property
     def resumes(self) -> bool:
@@ -157,42 +157,43 @@ class Recovery:
 
     def line(self) -> str:
         """What the run begins with, in one sentence; empty: it was not told to go on."""
-        if self.chosen is not None:
-            at = clocks_in_words(trained_only(self.chosen.manifest.cut.clocks))
-            return f"the run goes on from the checkpoint {self.chosen.path}{at}"
+        if self.resume_point is not None:
+            at = clocks_in_words(trained_only(self.resume_point.manifest.cut.clocks))
+            return f"the run goes on from the checkpoint {self.resume_point.path}{at}"
         if self._source is not None:
             return f"{shown(self._source[0])} has no checkpoint to go on from: the run begins anew"
         return ""
 
-    def seed(self, given: int | None) -> int | None:
+    def seed(self, argument: int | None) -> int | None:
         """The seed of the checkpoint, where it goes on from one, else the given one.
 
         Raises:
             ValueError: another one is given.
         """
-        saved = self.chosen.manifest.cut.seed if self.chosen is not None else None
-        if saved is None or given in (None, saved):
-            return saved if saved is not None else given
-        assert self.chosen is not None
+        saved = self.resume_point.manifest.cut.seed if self.resume_point is not None else None
+        if saved is None or argument in (None, saved):
+            return saved if saved is not None else argument
+        assert self.resume_point is not None
         raise ValueError(
-            f"seed={given} is not that of the checkpoint {self.chosen.path}, which is {saved}: the "
-            "order of samples and all random numbers go on from there. Leave seed= out"
+            f"seed={argument} is not that of the checkpoint {self.resume_point.path}, which is "
+            f"{saved}: the order of samples and all random numbers go on from there. "
+            "Leave seed= out"
         )
 
     def plan(self, seed: int | None) -> CheckpointPlan:
         """What the processes of the next attempt are told."""
-        chosen, settings = self.chosen, self.settings
+        start, settings = self.resume_point, self.settings
         resumed = None
-        if chosen is not None and chosen.folder == self.folder:
-            cut, age_s = chosen.manifest.cut, max(time.time() - chosen.manifest.created_s, 0.0)
-            resumed = Resumed(cut.clocks, age_s, chosen.manifest.nbytes, cut.pause_s)
+        if start is not None and start.folder == self.folder:
+            cut, age_s = start.manifest.cut, max(time.time() - start.manifest.created_s, 0.0)
+            resumed = Resumed(cut.clocks, age_s, start.manifest.nbytes, cut.pause_s)
         plan = CheckpointPlan(
             run=self.run,
             seed=seed,
-            resume_folder=chosen.folder if chosen is not None else "",
-            resume=chosen.manifest.name if chosen is not None else "",
+            resume_folder=start.folder if start is not None else "",
+            resume=start.manifest.name if start is not None else "",
             resumed=resumed,
-            restore_s=chosen.manifest.nbytes / RESTORE_BYTES_S if chosen is not None else 0.0,
+            restore_s=start.manifest.nbytes / RESTORE_BYTES_S if start is not None else 0.0,
         )
         if settings is None:
             return plan
@@ -208,31 +209,31 @@ class Recovery:
             keep=settings.keep,
         )
 
-    def status(self, told: Status | None) -> CheckpointStatus | None:
+    def status(self, latest: Status | None) -> CheckpointStatus | None:
         """How the checkpoints stand, with what the coordinator has told; None: the run writes none.
         The last one may be that which it has begun with."""
         if self.settings is None:
             return None
-        report = told.checkpoints if told is not None else None
-        found = checkpoint_status(report or CheckpointReport(folder=shown(self.folder)))
-        if not found.path and self.chosen is not None:
-            manifest = self.chosen.manifest
-            found = dataclasses.replace(
-                found,
-                path=self.chosen.path,
+        saved = latest.checkpoints if latest is not None else None
+        status = checkpoint_status(saved or CheckpointReport(folder=shown(self.folder)))
+        if not status.path and self.resume_point is not None:
+            manifest = self.resume_point.manifest
+            status = dataclasses.replace(
+                status,
+                path=self.resume_point.path,
                 clocks=trained_only(manifest.cut.clocks),
                 age_s=max(time.time() - manifest.created_s, 0.0),
                 bytes=manifest.nbytes,
                 pause_s=manifest.cut.pause_s,
             )
-        written, failed = found.written + self._written, found.failed + self._failed
-        return dataclasses.replace(found, written=written, failed=failed)
+        written, failed = status.written + self._written, status.failed + self._failed
+        return dataclasses.replace(status, written=written, failed=failed)
 
-    def attempt_over(self, told: Status | None) -> None:
+    def attempt_over(self, last: Status | None) -> None:
         """The coordinator that has told this has ended, and another one will tell."""
-        if told is not None and told.checkpoints is not None:
-            self._written += told.checkpoints.committed
-            self._failed += told.checkpoints.failed
+        if last is not None and last.checkpoints is not None:
+            self._written += last.checkpoints.committed
+            self._failed += last.checkpoints.failed
 
     def choose(self) -> None:
         """Choose the newest checkpoint of the run that is not damaged; if there is none, the one
@@ -242,63 +243,63 @@ class Recovery:
             CheckpointError: there is none, and there must be one; or none of those that there are
                 can be read.
         """
-        self.chosen, refused = self._newest(self.folder, lambda each: each.run == self.run)
-        if self.chosen is None and self._source is not None:
-            self.chosen = self._first(*self._source)
-        if self.chosen is None and refused:
+        self.resume_point, refused = self._newest(self.folder, lambda each: each.run == self.run)
+        if self.resume_point is None and self._source is not None:
+            self.resume_point = self._first(*self._source)
+        if self.resume_point is None and refused:
             raise _unreadable(self.folder, refused)
 
-    def choose_after_death(self, told: Status | None = None) -> bool:
+    def choose_after_death(self, last: Status | None = None) -> bool:
         """Choose one again, because a server or the coordinator has ended; whether to go on.
 
         Args:
-            told: by that coordinator, last.
+            last: by that coordinator, last.
         Raises:
             CheckpointError: as `choose`; or all that it has written are gone.
         """
-        before = self.chosen
+        before = self.resume_point
         self.choose()
-        report = told.checkpoints if told is not None else None
+        report = last.checkpoints if last is not None else None
         written = self._written + (report.committed if report is not None else 0)
-        if self.chosen is None and written:
+        if self.resume_point is None and written:
             many = "s" * (written > 1)
             raise CheckpointError(
                 f"the run has written {written} checkpoint{many} to {shown(self.folder)}, and none "
                 "is there",
                 fix="look who has removed them; to begin anew, start the run again",
             )
-        same = (before and before.path) == (self.chosen and self.chosen.path)
+        same = (before and before.path) == (self.resume_point and self.resume_point.path)
         self._times = self._times + 1 if same else 1
         return self._times <= SAME_MAX
 
     def refuse(self, error: CheckpointDamaged) -> bool:
         """A process could not read the chosen one; whether another one is chosen. Raises as
         `choose`."""
-        chosen = self.chosen
-        if chosen is None:
+        damaged = self.resume_point
+        if damaged is None:
             return False
-        self._leave_out(chosen.folder, chosen.manifest.number, error)
+        self._leave_out(damaged.folder, damaged.manifest.number, error)
         self.choose()
         return True
 
-    def _first(self, folder: str, name: str | None) -> Chosen | None:
+    def _first(self, folder: str, name: str | None) -> ResumePoint | None:
         if name is not None:
             manifest = Folder(storage_at(folder)).named(name)
             self._check(folder, manifest)
-            return Chosen(folder, manifest)
-        found, refused = self._newest(folder, lambda each: True)
-        if found is None and refused:
+            return ResumePoint(folder, manifest)
+        newest, refused = self._newest(folder, lambda each: True)
+        if newest is None and refused:
             raise _unreadable(folder, refused)
-        if found is None and self._required:
+        if newest is None and self._required:
             raise CheckpointError(
                 f"resume={shown(folder)!r} has no checkpoint to go on from",
                 fix="name a folder that a run has written checkpoints to, or leave resume= out",
             )
-        return found
+        return newest
 
     def _newest(
-        self, folder: str, wanted: Callable[[Manifest], bool]
-    ) -> tuple[Chosen | None, list[CheckpointError]]:
+        self, folder: str, accept: Callable[[Manifest], bool]
+    ) -> tuple[ResumePoint | None, list[CheckpointError]]:
         """The newest one of a folder that is wanted and can be read, and why later ones cannot."""
         refused = list[CheckpointError]()
         if not folder or not _is_there(storage := storage_at(folder)):
@@ -307,9 +308,9 @@ class Recovery:
         for number in there.numbers():
             try:
                 manifest = there.load(number)
-                if wanted(manifest):
+                if accept(manifest):
                     self._check(folder, manifest)
-                    return Chosen(folder, manifest), refused
+                    return ResumePoint(folder, manifest), refused
             except CheckpointDamaged as error:
                 self._leave_out(folder, number, error)
                 refused.append(error)
@@ -317,9 +318,9 @@ class Recovery:
 
     def _check(self, folder: str, manifest: Manifest) -> None:
         """See that its files are there. Each process reads its part, and compares hashes then."""
-        known = self._refused.get((folder, manifest.number))
-        if known is not None:
-            raise known
+        refusal = self._refused.get((folder, manifest.number))
+        if refusal is not None:
+            raise refusal
         with Saved(storage_at(folder), manifest) as saved:
             saved.check()
 
@@ -366,8 +367,8 @@ def recovery_of(
         CheckpointError: the folder has something else in it, or checkpoints of another run that is
             not to go on; it cannot be used; the checkpoint to go on from is not there, or damaged.
     """
-    given = checkpoint
-    settings = given if given is None or isinstance(given, Checkpoint) else Checkpoint(given)
+    option = checkpoint
+    settings = option if option is None or isinstance(option, Checkpoint) else Checkpoint(option)
     if resume is True and settings is None:
         raise ValueError(
             "resume=True goes on from the newest checkpoint of checkpoint=, which is missing: give "

@@ -65,24 +65,24 @@ class Cluster:
         check_count("servers", servers)
         check_count("workers", workers, least=0)
         policy = consistency if consistency is not None else Async()
-        told = for_servers(policy, workers, rules=rules)
+        packed = for_servers(policy, workers, rules=rules)
         plan = Plan(
             servers=servers,
             workers=0,
             ranks=workers,
-            consistency=told.consistency,
-            server_code=told.code,
+            consistency=packed.consistency,
+            server_code=packed.code,
             limits=check_settings("limits", limits, Limits),
             deadlines=check_settings("deadlines", deadlines, Deadlines),
         )
         self._seed = seed if seed is not None else secrets.randbits(SEED_BITS)
         self._withdraw: Callable[[], None] | None = None
-        chosen = check_engine(engine)
-        self._supervisor = Supervisor(plan, chosen)
+        backend = check_engine(engine)
+        self._supervisor = Supervisor(plan, backend)
         self._supervisor.start()
         if name is not None:
             try:
-                self._withdraw = chosen.publish(name, self.handle().encode())
+                self._withdraw = backend.publish(name, self.handle().encode())
             except BaseException:
                 self.close()
                 raise

@@ -36,10 +36,10 @@ class ClusterStatus:
             ParamServeError: the coordinator is gone, or does not answer.
         """
         with self._lock:
-            told = self._overview.fresh(STATUS_S)
-            saved = told.checkpoints
+            latest = self._overview.fresh(STATUS_S)
+            saved = latest.checkpoints
             checkpoints = checkpoint_status(saved) if saved is not None and saved.folder else None
-            return of_cluster(told, self._overview.latest, checkpoints, self._overview.logged)
+            return of_cluster(latest, self._overview.latest, checkpoints, self._overview.logged)
 
     def close(self) -> None:
         with self._lock:

@@ -33,10 +33,10 @@ def read(path: str | os.PathLike[str]) -> Tables:
     """
     with open(path, "rb") as file:
         try:
-            found = tomllib.load(file)
+            tables = tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
-    for name, table in found.items():
+    for name, table in tables.items():
         check_name(f"{path}: no table", name, (*KINDS, *COMMANDS))
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} must be a table, as in [{name}], not {table!r}")
@@ -48,7 +48,7 @@ def read(path: str | os.PathLike[str]) -> Tables:
                 check_setting(f"{path}: [{name}] {field}", KINDS[name], field, number)
             except TypeError as error:  # of a file, all that is wrong is a wrong value
                 raise ValueError(str(error)) from error
-    return found
+    return tables
 
 
 def settings_in(path: str | os.PathLike[str]) -> dict[str, Deadlines | Limits]:
@@ -57,10 +57,10 @@ def settings_in(path: str | os.PathLike[str]) -> dict[str, Deadlines | Limits]:
     return {name: kind(**tables[name]) for name, kind in KINDS.items() if name in tables}
 
 
-def check_name(where: str, name: str, known: tuple[str, ...]) -> None:
+def check_name(where: str, name: str, valid: tuple[str, ...]) -> None:
     """Raise `ValueError` for a name that is unknown, with the nearest one or all."""
-    if name not in known:
-        near = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+    if name not in valid:
+        near = did_you_mean(name, valid) or f"; known: {', '.join(valid)}"
         raise ValueError(f"{where} is called {name!r}{near}")
 
 

@@ -247,14 +247,14 @@ class Handle:
             ClientClosed: the run or cluster has ended, in this process.
         """
         with self._lock:
-            told = self._told()
-            told = structs.replace(told, servers=self._beats(told))
-            report = told.checkpoints
+            current = self._status()
+            current = structs.replace(current, servers=self._beats(current))
+            report = current.checkpoints
             checkpoints = checkpoint_status(report) if report is not None else None
             following = self._following()
-            return of_cluster(told, following.latest, checkpoints, following.logged)
+            return of_cluster(current, following.latest, checkpoints, following.logged)
 
-    def _told(self) -> Status:
+    def _status(self) -> Status:
         """What the coordinator says now. Raises as `status`."""
         following = self._following()
         if self._require is None:
@@ -268,21 +268,21 @@ class Handle:
             following.addresses = self.addresses
             return following.fresh(STATUS_S)
 
-    def _beats(self, told: Status) -> tuple[ServerBeat, ...]:
+    def _beats(self, status: Status) -> tuple[ServerBeat, ...]:
         """What the servers say now, or else what they told the coordinator last."""
-        if told.silent_servers or len(told.servers) < max(told.expected_servers, 1):
-            return told.servers
+        if status.silent_servers or len(status.servers) < max(status.expected_servers, 1):
+            return status.servers
         try:
             beats = self._reading().client.connection.reports(STATUS_S)
         except ParamServeError:
-            return told.servers
-        return tuple(beats) if len(beats) == len(told.servers) else told.servers
+            return status.servers
+        return tuple(beats) if len(beats) == len(status.servers) else status.servers
 
     def metrics(self) -> list[Record]:
         """What workers have logged by `worker.log`, as far as the coordinator still has it
         (`Limits.log_records_max`), in the order in which it came in. Raises as `status`."""
         with self._lock:
-            self._told()
+            self._status()
             return list(self._following().records)
 
     def _reading(self) -> Reader:
@@ -322,7 +322,7 @@ class Handle:
         try:
             while self._closed == closed:
                 try:
-                    found = watching.take(connect)
+                    snapshot = watching.take(connect)
                 except (CoordinatorGone, ServerGone, ClientClosed):
                     if not opened:
                         raise
@@ -330,10 +330,10 @@ class Handle:
                     return
                 if self._closed != closed:
                     return
-                if found is not None:
+                if snapshot is not None:
                     if over:  # a worker may have come again
                         over, look_at = False, 0.0
-                    yield found
+                    yield snapshot
                 elif over:  # and nothing has come since the last worker left
                     _require_group(watching)
                     return
@@ -352,7 +352,7 @@ class Handle:
         """Whether all workers have ended, or this handle was closed meanwhile. A cluster that
         is gone is told by the next question for a snapshot."""
         with self._lock, contextlib.suppress(ParamServeError):
-            return self._closed != closed or of_cluster(self._told(), {}).state == "finished"
+            return self._closed != closed or of_cluster(self._status(), {}).state == "finished"
         return False
 
     def _dial(self, rank: int, workers: int) -> Client:
@@ -527,26 +527,26 @@ def from_environment(environment: Mapping[str, str] | None = None, *, seed: int 
         ValueError: a variable is missing or no number, or the file has a wrong name or value; and
             as `connect`. OSError: the file cannot be read.
     """
-    found = environment if environment is not None else os.environ
-    return connect(**described_by(found), seed=seed)
+    variables = environment if environment is not None else os.environ
+    return connect(**described_by(variables), seed=seed)
 
 
-def described_by(found: Mapping[str, str]) -> dict[str, Any]:
+def described_by(variables: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of `connect` that an environment has.
 
     Raises:
         ValueError: a variable is missing or no number, or the file of settings is wrong.
         OSError: that cannot be read.
     """
-    config = found.get(CONFIG_FILE)
-    files = [found.get(name, "") for name in TLS_FILES]
+    config = variables.get(CONFIG_FILE)
+    files = [variables.get(name, "") for name in TLS_FILES]
     if any(files) and not all(files):
         raise ValueError(f"TLS needs all of {', '.join(TLS_FILES)}")
     return {
-        "address": _variable(found, ADDRESS),
-        "rank": _number(found, "RANK"),
-        "workers": _number(found, "WORLD_SIZE"),
-        "token_file": found.get(TOKEN_FILE) or None,
+        "address": _variable(variables, ADDRESS),
+        "rank": _number(variables, "RANK"),
+        "workers": _number(variables, "WORLD_SIZE"),
+        "token_file": variables.get(TOKEN_FILE) or None,
         "tls": TLS(files[0], files[1], files[2]) if all(files) else None,
         **(settings_in(config) if config else {}),
     }

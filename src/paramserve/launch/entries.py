@@ -144,11 +144,11 @@ def how_it_ended(entry: Entry) -> str:
         return "gave no sign of life for too long (it was stopped, or hangs)"
     if entry.status is None:
         return "does not answer"
-    told = f"exited with code {entry.status}"
+    end = f"exited with code {entry.status}"
     if entry.status < 0:
-        told = f"was killed by {_signal_name(-entry.status)}"
+        end = f"was killed by {_signal_name(-entry.status)}"
     first, *_ = entry.why.splitlines() or [""]
-    return f"{told} ({first})" if first else told
+    return f"{end} ({first})" if first else end
 
 
 def started_again(entry: Entry, times: int) -> str:
@@ -164,16 +164,16 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _told(entry: Entry) -> str:
+def _describe_end(entry: Entry) -> str:
     """How a process ended, with its traceback if it has one."""
-    told = f"{entry.key} {how_it_ended(entry)}"
+    text = f"{entry.key} {how_it_ended(entry)}"
     if entry.key.kind == "worker" and entry.failure is None:
-        told += " before its function returned"
+        text += " before its function returned"
     if entry.restarts:
         times = "once" if entry.restarts == 1 else f"{entry.restarts} times"
-        told += f" (it had been restarted {times})"
+        text += f" (it had been restarted {times})"
     traceback = entry.failure.traceback.rstrip() if entry.failure is not None else ""
-    return f"{told}\n\n{traceback}" if traceback else told
+    return f"{text}\n\n{traceback}" if traceback else text
 
 
 def _without_a_place(entry: Entry) -> CannotPlace | None:
@@ -204,7 +204,7 @@ def ends_despite_checkpoints(error: ParamServeError, times: int) -> None:
     error.fix = error.fix.replace(AGAIN_WITH_CHECKPOINTS, again)
 
 
-def gone(entry: Entry) -> ParamServeError:
+def process_failure(entry: Entry) -> ParamServeError:
     """The error for a coordinator or server that has ended."""
     unplaced = _without_a_place(entry)
     if unplaced is not None:
@@ -216,7 +216,7 @@ def gone(entry: Entry) -> ParamServeError:
     if entry.failure is not None and entry.failure.fix:
         fix = entry.failure.fix
     kind = CoordinatorGone if entry.key.kind == "coordinator" else ServerGone
-    return kind(_told(entry), applied="unknown", fix=fix)
+    return kind(_describe_end(entry), applied="unknown", fix=fix)
 
 
 def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace:
@@ -228,16 +228,16 @@ def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace
     unplaced = _without_a_place(entry)
     if unplaced is not None:
         return unplaced
-    told, failure = _told(entry), entry.failure
+    text, failure = _describe_end(entry), entry.failure
     if failure is not None and failure.fix:
-        return WorkerFailed(told, applied=applied_of(failure.applied), fix=failure.fix)
+        return WorkerFailed(text, applied=applied_of(failure.applied), fix=failure.fix)
     if failure is not None and "Applied: " in failure.text:  # ours, as a ValueError
         head, _, rest = failure.text.partition("Applied: ")
         applied, _, fix = rest.partition(". To fix: ")
         if fix:
             short = replace(failure, failed=head.rstrip().removesuffix("."), fix=fix)
-            told = _told(dataclasses.replace(entry, failure=short))
-            return WorkerFailed(told, applied=applied_of(applied), fix=fix)
+            text = _describe_end(dataclasses.replace(entry, failure=short))
+            return WorkerFailed(text, applied=applied_of(applied), fix=fix)
     if failure is not None:
         fix = "fix the training function"
     elif entry.silent:
@@ -247,7 +247,7 @@ def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace
         )
     else:
         fix = "look for what ended the process (the system short of memory, sys.exit)"
-    return WorkerFailed(told, applied="unknown", fix=f"{fix}, or {instead}" if instead else fix)
+    return WorkerFailed(text, applied="unknown", fix=f"{fix}, or {instead}" if instead else fix)
 
 
 def stopped(seconds: float, *, workers: bool) -> ClientClosed:

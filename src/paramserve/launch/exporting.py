@@ -35,14 +35,14 @@ MODEL = "model"
 VALUE, STATE, COUNT = "value", "state", "count"
 """The columns of a table's rows that Parquet files have."""
 
-Told = Callable[[int], None]
+Progress = Callable[[int], None]
 """Told how many bytes more were read."""
 
 
 def _silent(nbytes: int) -> None: ...
 
 
-def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) -> State:
+def model_of(saved: Checkpoint, group: str | None = None, progress: Progress = _silent) -> State:
     """The values of a group as a state dict: with buffers, and tied tensors under all names.
 
     Args:
@@ -50,7 +50,7 @@ def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) 
     Raises:
         UnknownName: there is no such group, or none is meant. CheckpointDamaged: a file is.
     """
-    name, groups = _chosen(saved, group)
+    name, groups = _select_group(saved, group)
 
     def read(blocks: Iterable[Block]) -> State:
         state = State()
@@ -58,14 +58,14 @@ def model_of(saved: Checkpoint, group: str | None = None, told: Told = _silent) 
             path = values_path(block.group_name)
             for piece in block.pieces:
                 values = saved.tensor(path, piece.name)
-                told(values.nbytes)
+                progress(values.nbytes)
                 state[piece.name] = as_model_has(values, block.spec.dtypes.get(piece.name))
         return state
 
     return of_model(state_of(name, groups, read))
 
 
-def _chosen(saved: Checkpoint, group: str | None) -> tuple[str, dict[str, list[Block]]]:
+def _select_group(saved: Checkpoint, group: str | None) -> tuple[str, dict[str, list[Block]]]:
     """The name of the group that is meant, and the blocks of all, by group."""
     groups = dict[str, list[Block]]()
     for spec in saved.manifest.cut.blocks:
@@ -85,7 +85,7 @@ def _chosen(saved: Checkpoint, group: str | None) -> tuple[str, dict[str, list[B
 
 
 def optimizer_of(
-    saved: Checkpoint, group: str | None = None, told: Told = _silent
+    saved: Checkpoint, group: str | None = None, progress: Progress = _silent
 ) -> dict[str, Any]:
     """The state dict of a group's optimizer, in torch's layout. It imports torch.
 
@@ -98,9 +98,9 @@ def optimizer_of(
     """
     from paramserve.pytorch.exported import SavedBlock, optimizer_state
 
-    name, groups = _chosen(saved, group)
+    name, groups = _select_group(saved, group)
     records = shard_records(saved)
-    found = {each.spec.block: each for each in records[0].blocks}
+    saved_blocks = {each.spec.block: each for each in records[0].blocks}
 
     def fetch(record: BlockRecord, number: int) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
         size = record.spec.cuts[-1]
@@ -108,13 +108,13 @@ def optimizer_of(
         array = np.empty(size, record.spec.dtype)
         path = state_path(record.states[number - VALUES - 1], name)
         saved.dense(path, whole, 0, array)
-        told(array.nbytes)
+        progress(array.nbytes)
         return array, record.counts
 
     specs = [block.spec for block in groups[name]]
     record = next(each for each in records[LEAD].groups if each.id == specs[0].group)
     _check_servers_step(record)
-    blocks = [SavedBlock(spec, partial(fetch, found[spec.block])) for spec in specs]
+    blocks = [SavedBlock(spec, partial(fetch, saved_blocks[spec.block])) for spec in specs]
     notes = [(rank, -clock, note) for rank, clock, note in record.notes]
     return optimizer_state(name, blocks, min(notes)[2] if notes else b"")
 
@@ -143,7 +143,7 @@ def write_safetensors(path: str | os.PathLike[str], state: State) -> None:
 
 
 def write_tables(
-    saved: Checkpoint, folder: str, told: Told = _silent
+    saved: Checkpoint, folder: str, progress: Progress = _silent
 ) -> dict[str, tuple[str, int]]:
     """Write every table with its rule's state to a Parquet file, as `Table.from_parquet` reads it.
 
@@ -163,14 +163,14 @@ def write_tables(
             f"checkpoint {saved.manifest.name} has no tables", fix="export it to torch"
         )
     os.makedirs(folder, exist_ok=True)
-    made = dict[str, tuple[str, int]]()
+    files = dict[str, tuple[str, int]]()
     for spec in specs:
         path = os.path.join(folder, table_file(spec.group_name))
-        made[spec.group_name] = path, _write_table(saved, spec, path, told)
-    return made
+        files[spec.group_name] = path, _write_table(saved, spec, path, progress)
+    return files
 
 
-def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> int:
+def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, progress: Progress) -> int:
     table, name = spec.table, spec.group_name
     assert table is not None
     columns = saved.no_rows(name)
@@ -184,14 +184,14 @@ def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> i
 
     def batches() -> Iterator[Any]:
         for share in range(shares):
-            given = saved.rows(name + LABELS, share, shares) if names else ()
-            labels = _Labels(given, told) if table.labels else None
-            for found in saved.rows(name, share, shares):
-                for start in range(0, found[KEY].size, rows):
-                    part = {column: each[start : start + rows] for column, each in found.items()}
+            label_rows = saved.rows(name + LABELS, share, shares) if names else ()
+            labels = _Labels(label_rows, progress) if table.labels else None
+            for batch in saved.rows(name, share, shares):
+                for start in range(0, batch[KEY].size, rows):
+                    part = {column: each[start : start + rows] for column, each in batch.items()}
                     texts = None if labels is None else labels.of(part[KEY])
                     yield batch_of(schema, _records(part, table.dtype, clock), width, texts)
-                told(_nbytes(found))
+                progress(_nbytes(batch))
 
     return write_parquet(path, schema, batches)
 
@@ -199,12 +199,12 @@ def _write_table(saved: Checkpoint, spec: BlockSpec, path: str, told: Told) -> i
 class _Labels:
     """The strings of the keys of a share of a table."""
 
-    def __init__(self, given: Iterable[Columns], told: Told) -> None:
+    def __init__(self, batches: Iterable[Columns], progress: Progress) -> None:
         keys, values = [np.empty(0, np.int64)], [np.empty((0, DIM), np.float32)]
-        for found in given:
-            keys.append(found[KEY])
-            values.append(found[VALUE])
-            told(_nbytes(found))
+        for batch in batches:
+            keys.append(batch[KEY])
+            values.append(batch[VALUE])
+            progress(_nbytes(batch))
         whole = np.concatenate(keys)
         self._order = np.argsort(whole)
         self._keys = whole[self._order]
@@ -213,10 +213,10 @@ class _Labels:
     def of(self, keys: npt.NDArray[np.int64]) -> list[str]:
         """Of each key; empty where none is known."""
         at = np.searchsorted(self._keys, keys)
-        known = np.flatnonzero(at < self._keys.size)
-        known = known[self._keys[at[known]] == keys[known]]
+        hits = np.flatnonzero(at < self._keys.size)
+        hits = hits[self._keys[at[hits]] == keys[hits]]
         texts = [""] * keys.size
-        for place, text in zip(known, decoded(self._values[self._order[at[known]]]), strict=True):
+        for place, text in zip(hits, decoded(self._values[self._order[at[hits]]]), strict=True):
             texts[place] = text
         return texts
 

@@ -36,35 +36,35 @@ R = TypeVar("R")
 def by_name(begin: Callable[P, R]) -> Callable[P, R]:
     """Have an unknown option of `run`, `start`, `Cluster` and `serve` say what to write, and
     `ps.run(train, 3)` and `ps.run(train, epochs=3)` how `train` is given its arguments."""
-    known = [*inspect.signature(begin).parameters]
+    valid = [*inspect.signature(begin).parameters]
     called = f"ps.{begin.__qualname__.removesuffix('.__init__')}"
 
     @functools.wraps(begin)
-    def named(*given: P.args, **options: P.kwargs) -> R:
-        if known[0] == "train" and len(given) > 1:
-            others = "".join(f"{abbreviated(each)}, " for each in given[1:])
+    def named(*args: P.args, **options: P.kwargs) -> R:
+        if valid[0] == "train" and len(args) > 1:
+            others = "".join(f"{abbreviated(each)}, " for each in args[1:])
             raise TypeError(
                 f"{called} takes the training function and options by their names, and "
-                f"got {len(given)} arguments without one: for arguments of the training function "
-                f"write args=({others.rstrip() if len(given) == 2 else others.rstrip(', ')})"
+                f"got {len(args)} arguments without one: for arguments of the training function "
+                f"write args=({others.rstrip() if len(args) == 2 else others.rstrip(', ')})"
             )
         for name in options:
-            if name not in known:
+            if name not in valid:
                 raise TypeError(
-                    f"{called} got an unexpected keyword argument {name!r}{_instead(name, known)}"
+                    f"{called} got an unexpected keyword argument {name!r}{_instead(name, valid)}"
                 )
-        return begin(*given, **options)
+        return begin(*args, **options)
 
     return named
 
 
-def _instead(name: str, known: Sequence[str]) -> str:
+def _instead(name: str, valid: Sequence[str]) -> str:
     """What to write in place of an option that there is not."""
-    trains = known[0] == "train"
+    trains = valid[0] == "train"
     if name == "show" and trains:  # of `run`
         return ": paramserve.observe.watch(job) shows how far a job is"
     if moved := (MOVED_OF_RUNS if trains else MOVED).get(name):
         return f": write {moved}"
-    if (meant := did_you_mean(name, known)) or not trains:
-        return meant
+    if (nearest := did_you_mean(name, valid)) or not trains:
+        return nearest
     return f": for an argument of the training function write kwargs={{{name!r}: ...}}"

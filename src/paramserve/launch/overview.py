@@ -306,16 +306,16 @@ class Overview:
     def silent(self, now: float) -> dict[Key, int]:
         """Processes that were not heard of for too long, or that the cluster counts as dead, each
         with its incarnation (0 for those that have none)."""
-        found: dict[Key, int] = {}
+        attempts: dict[Key, int] = {}
         if self.status is not None:
-            found |= {Key("server", shard): 0 for shard in self.status.silent_servers}
+            attempts |= {Key("server", shard): 0 for shard in self.status.silent_servers}
             for member in self.status.members:
                 if member.state in ("dead", "restarting"):
-                    found[Key("worker", member.rank)] = member.incarnation
+                    attempts[Key("worker", member.rank)] = member.incarnation
         since = self._mute_since if self._mute_since is not None else self._asked_at
         if since is not None and now - since > self._stall_s:
-            found[COORDINATOR] = 0
-        return found
+            attempts[COORDINATOR] = 0
+        return attempts
 
     def close(self) -> None:
         if self._link is not None:

@@ -212,12 +212,12 @@ def _check_call(
         signature.bind("worker", *args, **kwargs)
     except TypeError as error:
         name = getattr(called, "__name__", _name(called))
-        given = [*map(abbreviated, args), *(f"{n}={abbreviated(v)}" for n, v in kwargs.items())]
+        arguments = [*map(abbreviated, args), *(f"{n}={abbreviated(v)}" for n, v in kwargs.items())]
         fix = "args= and kwargs= have what it takes behind the worker"
         if not signature.parameters:
             fix = f"let it take the worker first: def {name}(worker)"
         raise TypeError(
-            f"a worker cannot call {name}({', '.join(['worker', *given])}): {error}. It is "
+            f"a worker cannot call {name}({', '.join(['worker', *arguments])}): {error}. It is "
             f"{name}{textwrap.shorten(str(signature), SIGNATURE_MAX)}{_place(called)}. Applied: "
             f"no. To fix: {fix}"
         ) from error
@@ -261,8 +261,8 @@ def for_servers(
             pickled; the text says which and why.
         ValueError: the policy cannot work with this many workers, or with its options.
     """
-    described, known = checked(consistency, workers, rules)
-    return ForServers(described, _pack(known.things))
+    described, registry = checked(consistency, workers, rules)
+    return ForServers(described, _pack(registry.things))
 
 
 def checked(
@@ -272,11 +272,11 @@ def checked(
 ) -> tuple[ConsistencySpec, Registered]:
     """A policy as it travels, and all that servers may run with it; raises as `for_servers`."""
     described = spec(consistency)
-    known = registered(rules, consistency)
-    build(described, known.all)
+    registry = registered(rules, consistency)
+    build(described, registry.all)
     if workers:
         consistency.check(workers)
-    return described, known
+    return described, registry
 
 
 def _pack(things: Sequence[Any]) -> bytes:
@@ -298,8 +298,8 @@ def imports(function: Callable[..., Any]) -> tuple[str, ...]:
     if not inspect.isfunction(plain) or "torch" not in sys.modules:
         return ()
     named = "torch" in plain.__code__.co_names
-    found = [*plain.__globals__.values(), *(cell.cell_contents for cell in _full_cells(plain))]
-    owners = (each.__name__ if inspect.ismodule(each) else _module(each) for each in found)
+    objects = [*plain.__globals__.values(), *(cell.cell_contents for cell in _full_cells(plain))]
+    owners = (each.__name__ if inspect.ismodule(each) else _module(each) for each in objects)
     return ("torch",) if named or any(each.split(".")[0] == "torch" for each in owners) else ()
 
 

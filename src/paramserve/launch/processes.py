@@ -61,8 +61,8 @@ class Processes(Mapping[Process, Key]):
 
     def events(self, timeout_s: float) -> list[tuple[Key, Event]]:
         """What has happened to them since the last call; waits up to `timeout_s` if nothing has."""
-        found = [(self._keys.get(each.process), each) for each in self._fleet.events(timeout_s)]
-        return [(key, event) for key, event in found if key is not None]
+        events = [(self._keys.get(each.process), each) for each in self._fleet.events(timeout_s)]
+        return [(key, event) for key, event in events if key is not None]
 
     def make_room(self, keys: Iterable[Key]) -> None:
         """Wait until there is room for these, too. For any thread.
@@ -88,8 +88,8 @@ class Processes(Mapping[Process, Key]):
 
     def kill(self, keys: Iterable[Key]) -> None:
         """End the processes of workers at once, and forget them."""
-        wanted = set(keys)
-        for process in [each for each, key in self._keys.items() if key in wanted]:
+        targets = set(keys)
+        for process in [each for each, key in self._keys.items() if key in targets]:
             process.kill()
             del self._keys[process]
 
@@ -114,9 +114,9 @@ class Processes(Mapping[Process, Key]):
                 process.kill()
                 incarnation = self._roster.entries[key].incarnation
                 self._overview.mark_dead(key.number, incarnation=incarnation)
-        for entry in decision.gone:  # most have left, killed ones have not
+        for entry in decision.retirees:  # most have left, killed ones have not
             self._overview.mark_dead(entry.key.number, incarnation=entry.incarnation)
-            if entry.key.number >= self._roster.wanted:
+            if entry.key.number >= self._roster.target:
                 self.give_back([entry.key])
         self.kill(decision.launch)
         self.launch(decision.launch)

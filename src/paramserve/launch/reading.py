@@ -60,10 +60,10 @@ class Reader:
 
     def blocks(self) -> dict[str, list[Block]]:
         """All blocks of tensors that are defined now, by group."""
-        found: dict[str, list[Block]] = {}
+        blocks: dict[str, list[Block]] = {}
         for block in self.client.blocks():
-            found.setdefault(block.group_name, []).append(block)
-        return found
+            blocks.setdefault(block.group_name, []).append(block)
+        return blocks
 
     def read(self, name: str) -> State:
         """The present values of a group, or nothing if there is none."""
@@ -72,10 +72,10 @@ class Reader:
     def _read(self, names: Collection[str]) -> dict[str, State]:
         """The values of groups at one moment: all are of one cut."""
         groups = self.blocks()
-        wanted = [block for name in names for block in _all_of(name, groups)]
-        if not wanted:
+        blocks = [block for name in names for block in _all_of(name, groups)]
+        if not blocks:
             return {name: {} for name in names}
-        with self.client.dense.cut(wanted) as cut:
+        with self.client.dense.cut(blocks) as cut:
             return {name: state_of(name, groups, partial(self._state, cut=cut)) for name in names}
 
     def with_others(self, name: str, values: State, groups: Mapping[str, list[Block]]) -> State:
@@ -87,14 +87,14 @@ class Reader:
         """
         others = [block for block in _all_of(name, groups) if block.group_name != name]
         if not others:
-            return values | state_of(name, groups, partial(_given, values))
+            return values | state_of(name, groups, partial(_select, values))
         with self.client.dense.cut(others) as cut:
 
             def read(blocks: Iterable[Block]) -> State:
                 state = State()
                 for block in blocks:
                     own = block.group_name == name
-                    state |= _given(values, [block]) if own else self._state([block], cut)
+                    state |= _select(values, [block]) if own else self._state([block], cut)
                 return state
 
             return values | state_of(name, groups, read)
@@ -200,13 +200,13 @@ def state_of(
 def _means(
     name: str, groups: Mapping[str, list[Block]], read: Callable[[Iterable[Block]], State]
 ) -> State:
-    told: dict[str, list[npt.NDArray[Any]]] = {}
+    by_tensor: dict[str, list[npt.NDArray[Any]]] = {}
     for block in _of_ranks(name, groups):
         for tensor, value in read([block]).items():
-            told.setdefault(tensor, []).append(value)
+            by_tensor.setdefault(tensor, []).append(value)
     return {
         tensor: np.asarray(np.mean(values, axis=0, dtype=np.float64), values[0].dtype)
-        for tensor, values in told.items()
+        for tensor, values in by_tensor.items()
     }
 
 
@@ -229,16 +229,16 @@ class Watching:
         self._since_s: float | None = None
         self._watches = 0
         """The client for which the present servers were told to keep snapshots; 0: none."""
-        self._known: list[str] = []
+        self._group_names: list[str] = []
         """The run's groups and tables, as long as this one is none of them."""
         self._missing_since_s: float | None = None
         """Since when there are others; infinite: it was warned of."""
         self._after = 0
-        self._kept: deque[Snapshot] = deque()
+        self._buffer: deque[Snapshot] = deque()
         self._lock = threading.Lock()
 
     @property
-    def found(self) -> bool:
+    def group_exists(self) -> bool:
         """Whether the group was there at some question."""
         return self._since_s is not None
 
@@ -250,8 +250,8 @@ class Watching:
             connect: makes its client, at the first call.
         """
         with self._lock:
-            if self._kept:
-                return self._kept.popleft()
+            if self._buffer:
+                return self._buffer.popleft()
             if self._reader is None:
                 self._reader = Reader(connect())
             return self._ask(self._reader)
@@ -262,8 +262,8 @@ class Watching:
             if self._reader is None:
                 return
             try:
-                while (found := self._ask(self._reader)) is not None:
-                    self._kept.append(found)
+                while (snapshot := self._ask(self._reader)) is not None:
+                    self._buffer.append(snapshot)
             except ValueError:  # a table of that name, which has none
                 return
 
@@ -274,13 +274,13 @@ class Watching:
     def take_kept(self) -> Snapshot | None:
         """One that `drain` took over; when the servers are gone."""
         with self._lock:
-            return self._kept.popleft() if self._kept else None
+            return self._buffer.popleft() if self._buffer else None
 
     def unknown(self) -> UnknownName | None:
         """The error of a run that has ended while its groups were others; else None."""
-        if self.found or not self._known:
+        if self.group_exists or not self._group_names:
             return None
-        return unknown_group(self.group, self._known)
+        return unknown_group(self.group, self._group_names)
 
     def _ask(self, reader: Reader) -> Snapshot | None:
         now_s = self._seconds()
@@ -301,18 +301,18 @@ class Watching:
             if self._since_s is None:
                 self._since_s = now_s
         assert self._since_s is not None, "it is set with the first watch"
-        found = Snapshots(reader.client).take(self.group, self._after)
-        if found is None:
+        latest = Snapshots(reader.client).take(self.group, self._after)
+        if latest is None:
             return None
-        self._after = found.version
-        state = reader.with_others(self.group, dict(found.values), groups)
+        self._after = latest.version
+        state = reader.with_others(self.group, dict(latest.values), groups)
         state = of_model(state)
-        return Snapshot(found.version, now_s - self._since_s, as_tensors(state), found.dropped)
+        return Snapshot(latest.version, now_s - self._since_s, as_tensors(state), latest.dropped)
 
-    def _miss(self, known: list[str], now_s: float) -> None:
+    def _miss(self, names: list[str], now_s: float) -> None:
         """Note what there is in place of the group, and warn of a name that may be wrong."""
-        self._known = known
-        if not known:
+        self._group_names = names
+        if not names:
             return
         if self._missing_since_s is None:
             self._missing_since_s = now_s
@@ -321,14 +321,14 @@ class Watching:
             self._missing_since_s = math.inf
             warn_user(
                 f"snapshots of group {self.group!r} have waited {waited_s:.0f} s: the run has not "
-                f"defined it; its groups: {', '.join(map(repr, known))}. They wait for it until "
+                f"defined it; its groups: {', '.join(map(repr, names))}. They wait for it until "
                 "the run ends. To fix: give the name of one of these, as in "
-                f"snapshots(name={_nearest(self.group, known)!r})"
+                f"snapshots(name={_nearest(self.group, names)!r})"
             )
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    return (get_close_matches(name, known, n=1) or known)[0]
+def _nearest(name: str, names: list[str]) -> str:
+    return (get_close_matches(name, names, n=1) or names)[0]
 
 
 def table_file(name: str) -> str:
@@ -392,7 +392,7 @@ def as_model_has(values: npt.NDArray[Any], dtype: str | None) -> npt.NDArray[Any
     return (bits >> 16).astype(np.uint16)
 
 
-def _given(values: State, blocks: Iterable[Block]) -> State:
+def _select(values: State, blocks: Iterable[Block]) -> State:
     """Those of some values that these blocks have."""
     dtypes = {p.name: block.spec.dtypes.get(p.name) for block in blocks for p in block.pieces}
     return {
@@ -442,16 +442,16 @@ def _not_yet(what: str) -> UnknownName:
     )
 
 
-def unknown_group(name: str, known: Collection[str]) -> UnknownName:
+def unknown_group(name: str, names: Collection[str]) -> UnknownName:
     """The error for a group that a run does not have."""
-    if not known:
+    if not names:
         return UnknownName(
             f"the run has no group {name!r}, and no other: no worker has called "
             "worker.optimizer(...), client.define(...) or client.table(...)",
             fix="call optimizer = worker.optimizer(model, optimizer) in the training function",
         )
     return UnknownName(
-        f"the run has no group {name!r}; its groups: {', '.join(map(repr, known))}",
+        f"the run has no group {name!r}; its groups: {', '.join(map(repr, names))}",
         fix="name the group of worker.optimizer(..., name=), or 'default' for client.define",
     )
 

@@ -133,13 +133,13 @@ class Result:
     def __repr__(self) -> str:
         groups = {name: len(state) for name, state in self.values.items()}
         rows = {name: table.rows for name, table in self.tables.items()}
-        told = f"tensors={groups}" + (f", rows={rows}" if rows else "")
-        told += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
-        told += f", dropped={dict(self.dropped)}" if self.dropped else ""
-        told += f", rollbacks={len(self.rollbacks)}" if self.rollbacks else ""
-        told += ", stopped=True" if self.stopped else ""
+        text = f"tensors={groups}" + (f", rows={rows}" if rows else "")
+        text += f", dropped_records={self.dropped_records}" if self.dropped_records else ""
+        text += f", dropped={dict(self.dropped)}" if self.dropped else ""
+        text += f", rollbacks={len(self.rollbacks)}" if self.rollbacks else ""
+        text += ", stopped=True" if self.stopped else ""
         return (
-            f"Result(seconds={self.seconds:.1f}, {told}, returns={abbreviated(dict(self.returns))})"
+            f"Result(seconds={self.seconds:.1f}, {text}, returns={abbreviated(dict(self.returns))})"
         )
 
     @property
@@ -149,8 +149,8 @@ class Result:
 
         Labels of tables are not among them, as in `client.tables()`: `groups` has them, as
         `<name> (labels)`."""
-        found = {n: group.table for n, group in self.groups.items() if not are_labels(n)}
-        return {name: table for name, table in found.items() if table is not None}
+        tables = {n: group.table for n, group in self.groups.items() if not are_labels(n)}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def plot(self) -> Any:
         """A figure of matplotlib's with each metric, and each group's staleness, of every worker
@@ -278,13 +278,13 @@ def result_of(
 def returns_of(workers: Iterable[Entry]) -> tuple[dict[int, Any], WorkerFailed | None]:
     """What the training function returned, by rank, and what went wrong with the first that cannot
     be unpickled here. It came by the engine's own way, over no socket of ours."""
-    found: dict[int, Any] = {}
+    returns: dict[int, Any] = {}
     wrong: WorkerFailed | None = None
     for entry in workers:
         if entry.returned is None:
             continue
         try:
-            found[entry.key.number] = cloudpickle.loads(entry.returned)
+            returns[entry.key.number] = cloudpickle.loads(entry.returned)
         except Exception as error:
             if wrong is None:
                 wrong = WorkerFailed(
@@ -293,29 +293,29 @@ def returns_of(workers: Iterable[Entry]) -> tuple[dict[int, Any], WorkerFailed |
                     applied="yes",
                     fix="return plain data, or objects of modules that the driver can import",
                 )
-    return found, wrong
+    return returns, wrong
 
 
 def steps_of(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
     """By group and rank; what several incarnations of a rank have told follows each other."""
-    found: dict[str, dict[int, list[StepRecord]]] = {}
+    by_group: dict[str, dict[int, list[StepRecord]]] = {}
     for key, kind, body in supervisor.reports:
         if kind == "steps":
-            told = msgspec.msgpack.decode(body, type=StepsTaken)
-            found.setdefault(told.group, {}).setdefault(key.number, []).extend(told.records)
-    return found
+            steps = msgspec.msgpack.decode(body, type=StepsTaken)
+            by_group.setdefault(steps.group, {}).setdefault(key.number, []).extend(steps.records)
+    return by_group
 
 
 def unpickled(extra_states: Mapping[str, bytes], group: str) -> dict[str, Any]:
     """The extra state of one group's modules. It came by the engine's own way, as what functions
     return, over no socket of ours."""
-    found: dict[str, Any] = cloudpickle.loads(extra_states[group]) if group in extra_states else {}
-    return found
+    state: dict[str, Any] = cloudpickle.loads(extra_states[group]) if group in extra_states else {}
+    return state
 
 
 def _restarts(supervisor: Supervisor) -> list[Restarted]:
     """Of each restart, how the worker had ended and where its successor went on."""
-    found = []
+    restarts = []
     for number, entry in enumerate(supervisor.restarts):
         later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]
         # Fewer ranks were started anew where some had been scaled away.
@@ -326,5 +326,5 @@ def _restarts(supervisor: Supervisor) -> list[Restarted]:
         if follows and successor.resumed is not None:
             resumed = msgspec.msgpack.decode(successor.resumed, type=Resumed)
             clock, repeated = resumed.clock, resumed.repeated
-        found.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
-    return found
+        restarts.append(Restarted(entry.key.number, worker_failed(entry), clock, repeated))
+    return restarts

@@ -16,7 +16,14 @@ import msgspec
 from paramserve.config import Deadlines, check_count
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, ParamServeError
-from paramserve.launch.entries import COORDINATOR, Entry, Key, Kind, gone, worker_failed
+from paramserve.launch.entries import (
+    COORDINATOR,
+    Entry,
+    Key,
+    Kind,
+    process_failure,
+    worker_failed,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Decision(NamedTuple):
     """Ranks that the coordinator must be told of: the others go on without them."""
     restart: tuple[Entry, ...] = ()
     """Workers as they died; each rank has a new entry, and its process must be started."""
-    gone: tuple[Entry, ...] = ()
+    retirees: tuple[Entry, ...] = ()
     """Workers that were to retire, and whose processes have ended; told once."""
     launch: tuple[Key, ...] = ()
     """Ranks that are wanted again and free now: their processes must be started."""
@@ -75,7 +82,7 @@ class Roster:
         deadlines: how long a worker may take to retire.
 
     Attributes:
-        wanted: how many workers there are to be.
+        target: how many workers there are to be.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Roster:
         self.entries = {key: Entry(key) for key in keys}
         self._on_worker_death = on_worker_death
         self.start_by = start_by
-        self.wanted = workers
+        self.target = workers
         self._deadlines = deadlines if deadlines is not None else Deadlines()
         self._again: set[Key] = set()
         """Ranks that are wanted again when their present process has ended."""
@@ -162,8 +169,8 @@ class Roster:
         Returns:
             Ranks whose processes are to be started now.
         """
-        self._before_scale = before, entries = self.wanted, self.entries
-        self.wanted = workers
+        self._before_scale = before, entries = self.target, self.entries
+        self.target = workers
         for entry in self.workers():
             if entry.key.number < workers:
                 continue
@@ -183,8 +190,8 @@ class Roster:
 
     def take_back(self) -> None:
         """The processes that the last `scale` wanted could not be started; all is as before it."""
-        self.wanted, self.entries = self._before_scale
-        self._again = {key for key in self._again if key.number < self.wanted}
+        self.target, self.entries = self._before_scale
+        self._again = {key for key in self._again if key.number < self.target}
 
     def dismiss_workers(self) -> None:
         """The workers are about to be stopped: their ends mean nothing from now on."""
@@ -216,7 +223,7 @@ class Roster:
             return Decision(look_again_at=min(entry.settled_at for entry in fallen))
         cause = min(settled, key=_rank_as_cause)
         if cause.key.kind != "worker":
-            return Decision(error=gone(cause))
+            return Decision(error=process_failure(cause))
         if self._on_worker_death == "stop":
             return Decision(error=worker_failed(cause, INSTEAD_OF_STOPPING))
         if isinstance(self._on_worker_death, Restart):
@@ -240,7 +247,7 @@ class Roster:
 
     def _retire(self, decision: Decision, now: float) -> Decision:
         """Add what the workers that are to end make necessary."""
-        gone, interrupt, kill = [], [], []
+        retirees, interrupt, kill = [], [], []
         looks = [decision.look_again_at] if decision.look_again_at is not None else []
         for entry in self.workers():
             if entry.retire_by is None:
@@ -248,7 +255,7 @@ class Roster:
             if entry.status is not None:
                 if not entry.counted:
                     entry.counted = True
-                    gone.append(entry)
+                    retirees.append(entry)
                 continue
             if entry.kill_at is None and now >= entry.retire_by:
                 entry.kill_at = now + self._deadlines.stop_s
@@ -261,7 +268,7 @@ class Roster:
         self._again.difference_update(launch)
         self.entries.update((key, Entry(key)) for key in launch)
         return decision._replace(
-            gone=tuple(gone),
+            retirees=tuple(retirees),
             launch=launch,
             interrupt=tuple(interrupt),
             kill=tuple(kill),

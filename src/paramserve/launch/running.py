@@ -28,7 +28,7 @@ from paramserve.errors import (
     rebuild,
     warn_user,
 )
-from paramserve.launch.attempt import Attempt, Kept
+from paramserve.launch.attempt import Attempt, Readout
 from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.connect import Handle
 from paramserve.launch.plan import Plan
@@ -58,7 +58,7 @@ from paramserve.training.notices import TRAINED_ALONE, TRAINS_ALONE, UNTRAINED
 logger = logging.getLogger("paramserve")
 
 GOES_ON = "; the run goes on until job.stop() or the end of this process"
-KEPT = "paramserve: the attribute `result` of this error has what was done until then"
+RESULT_NOTE = "paramserve: the attribute `result` of this error has what was done until then"
 END_S = 2.0
 """How much longer than `stop_s` and `exit_s` the end of a run may take to be known."""
 
@@ -171,9 +171,9 @@ class Job:
         first = self._outcome is None
         result = self._completed()
         if first:
-            told = self._supervisor.overview.status
+            status = self._supervisor.overview.status
             kinds = {kind for _, kind, _ in self._supervisor.reports}
-            silent = told is None or not told.collectives
+            silent = status is None or not status.collectives
             if TRAINS_ALONE not in kinds and (silent or TRAINED_ALONE in kinds):
                 _warn_if_untrained(result)
             for name, group in result.groups.items():
@@ -274,9 +274,9 @@ class Job:
                 fix="tell it where to: ps.start(..., checkpoint=path)",
             )
         limit_s = timeout_s if timeout_s is not None else plan.deadlines.busy_s
-        told = self._asked_until_told(limit_s)
-        clocks = trained_only(told.clocks)
-        return SavedCheckpoint(told.path, clocks, told.nbytes, told.pause_s, told.seconds)
+        report = self._asked_until_told(limit_s)
+        clocks = trained_only(report.clocks)
+        return SavedCheckpoint(report.path, clocks, report.nbytes, report.pause_s, report.seconds)
 
     def state_dict(self, name: str = "model") -> dict[str, Any]:
         """A group's present values; after the end, its last ones, also of a run that failed.
@@ -368,9 +368,9 @@ class Job:
         supervisor = self._supervisor
         while True:
             over = supervisor.ended.is_set()
-            found = self._next_snapshot(watching)
-            if found is not None:
-                yield found._replace(state=self._extra_state(watching.group) | found.state)
+            snapshot = self._next_snapshot(watching)
+            if snapshot is not None:
+                yield snapshot._replace(state=self._extra_state(watching.group) | snapshot.state)
             elif over:
                 self._require_group(watching)
                 return
@@ -396,10 +396,10 @@ class Job:
     def _require_group(self, watching: Watching) -> None:
         """Raise `UnknownName` where the run has ended and never had the group; not where an error
         ended it, which `wait` tells, or where it was stopped before it had any."""
-        values = self._kept.values or {}
+        values = self._readout.values or {}
         defined = values or by_group(self._beats())
         stopped = self._supervisor.ended_early and not defined
-        if self._supervisor.error is None and not stopped and not watching.found:
+        if self._supervisor.error is None and not stopped and not watching.group_exists:
             tables = [n for n, group in by_group(self._beats()).items() if group.table is not None]
             as_state_dict(values, watching.group, tables)
 
@@ -410,27 +410,27 @@ class Job:
             self._connected(PREPARE_S)
 
     @property
-    def _kept(self) -> Kept:
+    def _readout(self) -> Readout:
         """What was read of the present servers; that of earlier ones counts no more."""
-        return self._supervisor.attempt.kept
+        return self._supervisor.attempt.readout
 
     def _collect(self, attempt: Attempt) -> None:
         """Read everything before the servers end: called when all workers are done. All of it ends
         when the attempt's clients are closed, because the run goes on from a checkpoint."""
         for watching in self._watching:
             watching.drain()
-        kept, reader = attempt.kept, self._connected()
+        readout, reader = attempt.readout, self._connected()
         try:
-            kept.values = reader.read_all()
+            readout.values = reader.read_all()
         except ParamServeError:  # its connection may have ended long ago
             reader = self._reader = Reader(attempt.connect())
-            kept.values = reader.read_all()
-        kept.beats = reader.client.connection.reports()
+            readout.values = reader.read_all()
+        readout.beats = reader.client.connection.reports()
         try:
             if self._save_tables:
-                kept.table_files = reader.save_tables(self._save_tables)
+                readout.table_files = reader.save_tables(self._save_tables)
         finally:  # each is written whether or not the other can be
-            if kept.values or reader.tables():
+            if readout.values or reader.tables():
                 self._checkpoint_at_end(attempt)
         for watching in self._watching:
             watching.drain()  # the snapshot of the last version, which the servers agreed on since
@@ -499,20 +499,20 @@ class Job:
     def _extra_state(self, group: str) -> dict[str, Any]:
         """What rank 0 told last; its tensors are the same ones until it tells anew, while what
         modules gave is a copy each time, because they may change what they are given."""
-        told = self._supervisor.extra_states.get(group)
-        if told is None:
+        pickled = self._supervisor.extra_states.get(group)
+        if pickled is None:
             return {}
-        known = self._unpickled.get(group)
-        if known is None or known[0] is not told:
-            known = self._unpickled[group] = told, unpickled({group: told}, group)
+        entry = self._unpickled.get(group)
+        if entry is None or entry[0] is not pickled:
+            entry = self._unpickled[group] = pickled, unpickled({group: pickled}, group)
         return {
             name: copy.deepcopy(value) if is_extra(name) else value
-            for name, value in known[1].items()
+            for name, value in entry[1].items()
         }
 
     def _beats(self) -> list[ServerBeat]:
         """What each server said when all workers were done, or its last heartbeat."""
-        return self._kept.beats or list(self._supervisor.overview.beats)
+        return self._readout.beats or list(self._supervisor.overview.beats)
 
     def _completed(self) -> Result:
         """The result of a run that has ended; raises the error that ended it, with what was kept
@@ -525,7 +525,7 @@ class Job:
             error = rebuild(type(error).__name__, error.failed, error.applied, error.fix)
             error.result = result
             if result is not None and result.values:
-                error.add_note(KEPT)
+                error.add_note(RESULT_NOTE)
         if error is not None:
             raise error
         assert result is not None
@@ -534,16 +534,16 @@ class Job:
     def _find_outcome(self) -> tuple[Result | None, BaseException | None]:
         """What was done, if it could be read, and what went wrong, if anything did."""
         supervisor = self._supervisor
-        if supervisor.error is not None and self._kept.values is None:
+        if supervisor.error is not None and self._readout.values is None:
             return None, supervisor.error
         returns, unread = returns_of(supervisor.roster.workers())
         result = result_of(
             supervisor,
             seed=self._seed,
             returns=returns,
-            values=self._kept.values or {},
+            values=self._readout.values or {},
             beats=self._beats(),
-            table_files=self._kept.table_files,
+            table_files=self._readout.table_files,
             run=self._run,
         )
         return result, supervisor.error if supervisor.error is not None else unread
@@ -576,15 +576,15 @@ def _warn_if_unapplied(name: str, group: GroupStatus) -> None:
             "gradients held NaN or Inf (on_nonfinite='skip'), and none was applied. To fix: lower "
             "the learning rate, or look for NaN in the data and the loss"
         )
-    lost = {
+    dropped = {
         rank: count
         for rank, count in group.dropped_by_rank.items()
         if rank != NO_RANK and rank not in group.staleness_by_rank
     }
-    if lost and (group.version == 0 or group.policy == Async.__name__):
+    if dropped and (group.version == 0 or group.policy == Async.__name__):
         _warn(
-            f"no gradient of {ranks(sorted(lost))} to group {name!r} was applied: "
-            f"{group.policy} dropped all {sum(lost.values())} as too late or too stale. To fix: "
+            f"no gradient of {ranks(sorted(dropped))} to group {name!r} was applied: "
+            f"{group.policy} dropped all {sum(dropped.values())} as too late or too stale. To fix: "
             "raise drop_after of ps.Async, or let on_push of your own policy return ps.Apply(...)"
         )
 

@@ -83,7 +83,7 @@ class Scaling:
         """
         with self._one_at_a_time:
             self.require_open(workers)
-            added = _ranks(self._roster.wanted, workers)
+            added = _ranks(self._roster.target, workers)
             try:
                 self._processes.make_room(added)
             except RuntimeError:  # it was closed meanwhile
@@ -164,7 +164,7 @@ class Scaling:
         return answer is not None
 
     def _carry_out(self, workers: int, now: float) -> None:
-        before = self._roster.wanted
+        before = self._roster.target
         keys = self._roster.scale(workers, now)
         self._processes.kill(keys)  # they have ended
         try:

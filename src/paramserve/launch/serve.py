@@ -118,7 +118,7 @@ class Settings:
     deadlines: Deadlines
 
 
-class _Both:
+class _SharedPort:
     """A `transport.Handler` that serves a coordinator and a shard on one port.
 
     A peer's role tells which one it wants: the two have no role in common.
@@ -147,7 +147,7 @@ class _Both:
         self._handlers.pop(conn).closed(conn)
 
 
-class _Running:
+class _ServedProcess:
     """What has been opened, to be closed in the reverse order."""
 
     def __init__(self, settings: Settings) -> None:
@@ -173,13 +173,13 @@ class _Running:
         """Listen, become a member, be ready."""
         settings = self.settings
         listeners: list[Listener] = []
-        both: _Both | None = None
+        both: _SharedPort | None = None
         if settings.join is None:
             self.coordinator = await self._coordinate()
             self.coordinator.on_server_lost = self.lost.set
             self.coordinator.on_server_ends = self._server_ends
             self.coordinator.on_timed_out = self.timed_out.set
-            both = _Both(self.coordinator)
+            both = _SharedPort(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
         else:
@@ -200,11 +200,11 @@ class _Running:
         self.role.listeners = listeners
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
-        self._tell_serving(enlisted)
+        self._log_serving(enlisted)
         if self.coordinator is not None:
             self._report()
-            tell = asyncio.get_running_loop().call_later(SAY_S, self._tell_missing_servers)
-            self.stack.callback(tell.cancel)
+            timer = asyncio.get_running_loop().call_later(SAY_S, self._log_missing_servers)
+            self.stack.callback(timer.cancel)
 
     async def _coordinate(self) -> CoordinatorRole:
         """The coordinator of a cluster, which goes on from its newest checkpoint."""
@@ -278,7 +278,7 @@ class _Running:
             ask = AskCheckpoint(0, LAST_CHECKPOINT_S)
             control.call(ask, Checkpointed, timeout_s=LAST_CHECKPOINT_S)
 
-    def _tell_missing_servers(self) -> None:
+    def _log_missing_servers(self) -> None:
         assert self.coordinator is not None
         self.coordinator.log.tell_missing_servers(self.coordinator.missing_servers)
 
@@ -286,7 +286,7 @@ class _Running:
         """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
         settings = self.settings
         loop = asyncio.get_running_loop()
-        began, told = loop.time(), False
+        began, logged = loop.time(), False
         deadline = began + settings.deadlines.start_s
         while True:
             try:
@@ -306,8 +306,8 @@ class _Running:
                         f"{settings.deadlines.start_s:.1f} s; at last: {error.failed}",
                         fix="start the cluster's first server, and look at its address",
                     ) from error
-                if not told and loop.time() - began >= SAY_S:
-                    told = True
+                if not logged and loop.time() - began >= SAY_S:
+                    logged = True
                     logger.warning(
                         "no server answers at %s yet (%s): this one waits up to %.0f s "
                         "(--start-s, or deadlines=ps.Deadlines(start_s=...))",
@@ -336,7 +336,7 @@ class _Running:
     def _close(self, listener: Listener) -> None:
         listener.close(self._reason)
 
-    def _tell_serving(self, enlisted: Enlisted) -> None:
+    def _log_serving(self, enlisted: Enlisted) -> None:
         from paramserve import __version__  # looked up where it is needed first
 
         extra = event(
@@ -347,10 +347,10 @@ class _Running:
             address=self._place,
             version=__version__,
         )
-        told = "serving shard %d of %d at %s"
-        logger.info(told, enlisted.shard, enlisted.servers, self._place, extra=extra)
+        text = "serving shard %d of %d at %s"
+        logger.info(text, enlisted.shard, enlisted.servers, self._place, extra=extra)
 
-    def _tell_done(self, log: ClusterLog) -> None:
+    def _log_done(self, log: ClusterLog) -> None:
         """Log that no worker is there any more, and which of them have died."""
         dead = log.ranks_in(DEAD)
         extra = event("done", role="coordinator", dead=dead)
@@ -363,19 +363,19 @@ class _Running:
                 extra=extra,
             )
         else:
-            told = "all workers have left: the cluster ends, as until_done asks"
-            logger.info(told, extra=extra)
+            text = "all workers have left: the cluster ends, as until_done asks"
+            logger.info(text, extra=extra)
 
-    def ends(self, error: ParamServeError | None, *, told: bool = False) -> None:
+    def ends(self, error: ParamServeError | None, *, on_request: bool = False) -> None:
         """This server is about to end; its peers are told why.
 
         Args:
             error: that ends it; None: it ends in order.
-            told: whether it ends because it was told to.
+            on_request: whether it ends because it was told to.
         """
         if error is not None:
             self._reason = ServerGone(error.failed, applied="unknown", fix=error.fix)
-        elif told:
+        elif on_request:
             logger.info(
                 "told to end (SIGTERM or Ctrl-C)", extra=event("stopping", address=self._place)
             )
@@ -387,7 +387,7 @@ class _Running:
             )
         else:
             if self.coordinator is not None:
-                self._tell_done(self.coordinator.log)
+                self._log_done(self.coordinator.log)
             self._reason = ServerGone(
                 f"the cluster of the server at {self._place} has ended as until_done asks: all its "
                 "workers have left, and its values ended with it",
@@ -441,7 +441,7 @@ class _Running:
         if coordinator is not None and self.lost.is_set():
             done = self.settings.until_done and coordinator.all_left
             if not done:
-                raise _gone(coordinator.lost_servers, self._comes_back)
+                raise _servers_lost_error(coordinator.lost_servers, self._comes_back)
         if self.settings.until_done and coordinator is not None and coordinator.all_left:
             dead = coordinator.log.ranks_in(DEAD)
             if dead and not coordinator.log.ranks_in(LEFT):
@@ -498,14 +498,14 @@ class _Running:
         await asyncio.sleep(LAST_ANSWER_S)
 
 
-def _gone(lost: dict[int, tuple[str, ...]], comes_back: str) -> ServerGone:
+def _servers_lost_error(servers: dict[int, tuple[str, ...]], comes_back: str) -> ServerGone:
     """The error of servers that are lost; their addresses by shard."""
-    told = ", ".join(
+    listing = ", ".join(
         f"the server of shard {shard} at {addresses[-1].removeprefix('tcp:')}"
-        for shard, addresses in lost.items()
+        for shard, addresses in servers.items()
     )
     return ServerGone(
-        f"{told} has ended or is lost, and its values with it",
+        f"{listing} has ended or is lost, and its values with it",
         applied="unknown",
         fix=f"look why it ended, and start the whole cluster again{comes_back}",
     )
@@ -514,17 +514,20 @@ def _gone(lost: dict[int, tuple[str, ...]], comes_back: str) -> ServerGone:
 def _plan(recovery: Recovery) -> CheckpointPlan:
     """What the processes of a cluster are told, which goes on from the newest checkpoint of which
     every part is right."""
-    while recovery.chosen is not None:
-        chosen = recovery.chosen
+    while recovery.resume_point is not None:
+        source = recovery.resume_point
         try:
-            with Saved(storage_at(chosen.folder), chosen.manifest) as saved:
+            with Saved(storage_at(source.folder), source.manifest) as saved:
                 saved.verify()
-            told = ", ".join(
-                f"{name} {clock}" for name, clock in chosen.manifest.cut.clocks.items()
+            clocks = ", ".join(
+                f"{name} {clock}" for name, clock in source.manifest.cut.clocks.items()
             )
-            extra = event("resumed", role="coordinator", checkpoint=shown(chosen.path))
+            extra = event("resumed", role="coordinator", checkpoint=shown(source.path))
             logger.info(
-                "the cluster goes on from %s; clocks: %s", chosen.path, told or "none", extra=extra
+                "the cluster goes on from %s; clocks: %s",
+                source.path,
+                clocks or "none",
+                extra=extra,
             )
             break
         except CheckpointDamaged as error:
@@ -677,7 +680,7 @@ def serve(
     )
     warn_if_open(bind, tls)
     seed = recovery.seed(None) if recovery is not None else None
-    resumed = recovery is not None and recovery.chosen is not None
+    resumed = recovery is not None and recovery.resume_point is not None
     feed.open(RunInfo("serve", workers, servers, repr(policy), seed or 0, versions(), resumed))
     with recorded("server"):
         asyncio.run(_serve(settings, ready))
@@ -744,7 +747,7 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
         loop = asyncio.get_running_loop()
         for number in ends_for_server():
             loop.add_signal_handler(number, stop, number)
-    running = _Running(settings)
+    running = _ServedProcess(settings)
     unsaved: ParamServeError | None = None
     try:
         await running.start()
@@ -758,7 +761,7 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
             raise
         with contextlib.suppress(asyncio.CancelledError):  # told twice: it ends at once
             unsaved = await running.write_last_checkpoint()
-        running.ends(None, told=True)
+        running.ends(None, on_request=True)
     except ParamServeError as error:
         running.ends(error)
         raise

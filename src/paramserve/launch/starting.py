@@ -50,7 +50,7 @@ from paramserve.observe.view import Show, checked, watch
 from paramserve.reporters import Feed, RunInfo, versions
 from paramserve.worker import WorkerConfig
 
-KEPT = (
+RESULT_NOTE = (
     "the run was stopped; what it had done is in this exception's attribute `result` "
     "(interactively: sys.last_value.result)"
 )
@@ -221,14 +221,14 @@ def run(
             The run is stopped as by `Job.stop`, which also writes its last checkpoint. Any other
             exception that comes meanwhile stops it as well.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     job: Job | None = None
     with contextlib.ExitStack() as stack:
         try:
-            del given["show"]
+            del arguments["show"]
             shows = checked(show)
             interrupt_by_ends(stack)
-            job = _job(_Arguments(**given))
+            job = _job(_Arguments(**arguments))
             job.launch()
             with job, watch(job, show=shows):
                 return job.wait()
@@ -259,39 +259,39 @@ def _keep(job: Job | None, interrupt: KeyboardInterrupt) -> None:
     finally:
         interrupt.result = result  # type: ignore[attr-defined]  # ours
         if not interrupt.args:
-            interrupt.args = (KEPT if result is not None else NOTHING_KEPT,)
+            interrupt.args = (RESULT_NOTE if result is not None else NOTHING_KEPT,)
 
 
-def _job(given: _Arguments) -> Job:
+def _job(options: _Arguments) -> Job:
     """Check everything in the order in which errors are told; what is to be launched."""
-    workers = given.workers
-    args, kwargs = check_arguments(given.args, given.kwargs)
+    workers = options.workers
+    args, kwargs = check_arguments(options.args, options.kwargs)
     check_count("workers", workers)
-    check_count("servers", given.servers)
-    check_options(given.on_worker_death, given.timeout_s, given.seed)
-    told = for_servers(
-        given.consistency if given.consistency is not None else Sync(reduce="mean"),
+    check_count("servers", options.servers)
+    check_options(options.on_worker_death, options.timeout_s, options.seed)
+    packed = for_servers(
+        options.consistency if options.consistency is not None else Sync(reduce="mean"),
         workers,
-        rules=given.rules,
+        rules=options.rules,
     )
-    engine = check_engine(given.engine)
-    deadlines = check_settings("deadlines", given.deadlines, Deadlines)
-    limits = check_settings("limits", given.limits, Limits)
-    if isinstance(given.on_worker_death, Restart):
+    engine = check_engine(options.engine)
+    deadlines = check_settings("deadlines", options.deadlines, Deadlines)
+    limits = check_settings("limits", options.limits, Limits)
+    if isinstance(options.on_worker_death, Restart):
         check_restart(deadlines)
-    state = pack_state(given.load_state)
-    tables = find_tables(given.load_tables)
-    code = pack(given.train, args, kwargs, on_ray=engine.reads_refs)
-    save_tables = check_folder(given.save_tables)
-    _, _, name = getattr(given.train, "__qualname__", "run").rpartition(".")
-    recovery = recovery_of(name, given.checkpoint, given.resume)
-    seed = recovery.seed(given.seed) if recovery is not None else given.seed
+    state = pack_state(options.load_state)
+    tables = find_tables(options.load_tables)
+    code = pack(options.train, args, kwargs, on_ray=engine.reads_refs)
+    save_tables = check_folder(options.save_tables)
+    _, _, name = getattr(options.train, "__qualname__", "run").rpartition(".")
+    recovery = recovery_of(name, options.checkpoint, options.resume)
+    seed = recovery.seed(options.seed) if recovery is not None else options.seed
     seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     threads = engine.threads_per_worker
     plan = Plan(
-        servers=given.servers,
+        servers=options.servers,
         workers=workers,
-        consistency=told.consistency,
+        consistency=packed.consistency,
         worker_payload=_worker_payload(
             WorkerConfig(
                 NO_RANK,
@@ -304,20 +304,20 @@ def _job(given: _Arguments) -> Job:
             )
         ),
         worker_code=code,
-        worker_imports=imports(given.train),
-        server_code=told.code,
-        on_worker_death=given.on_worker_death,
+        worker_imports=imports(options.train),
+        server_code=packed.code,
+        on_worker_death=options.on_worker_death,
         threads_per_worker=threads if threads is not None else max(1, cores() // workers),
-        timeout_s=given.timeout_s,
+        timeout_s=options.timeout_s,
         limits=limits,
         deadlines=deadlines,
         environment={"PYTHONHASHSEED": _hash_seed(seed)},
         checkpoints=recovery.plan(seed) if recovery is not None else CheckpointPlan(),
     )
-    policy = repr(given.consistency) if given.consistency is not None else "Sync(reduce='mean')"
-    feed = Feed(given.report_to, write_line)
-    resumed = recovery is not None and recovery.chosen is not None
-    run = RunInfo(name, workers, given.servers, policy, seed, versions(), resumed)
+    policy = repr(options.consistency) if options.consistency is not None else "Sync(reduce='mean')"
+    feed = Feed(options.report_to, write_line)
+    resumed = recovery is not None and recovery.resume_point is not None
+    run = RunInfo(name, workers, options.servers, policy, seed, versions(), resumed)
     feed.open(run)
     return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed, run)
 

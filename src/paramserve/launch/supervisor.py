@@ -149,7 +149,7 @@ class Supervisor:
         """The thread that watches has been started."""
         self._may_end = threading.Lock()
         """Taken by what ends it: that thread, or `_end_unwatched` in its place."""
-        self._begun = Latch()
+        self._start_latch = Latch()
         """Everything is launched that can be, or nothing will be."""
         self._over = False
         """Nothing is begun any more."""
@@ -257,7 +257,7 @@ class Supervisor:
         if os.getpid() != self._pid:
             return  # a fork of the driver exits: none of this is its own
         self._abandoned = True
-        self._begun.set()
+        self._start_latch.set()
         if not self._watched:
             self._end_unwatched()
         self.ended.wait()
@@ -279,7 +279,7 @@ class Supervisor:
             if self._recovery is not None and (begins := self._recovery.line()):
                 write_line(begins)
             self._begin()
-            self._begun.set()
+            self._start_latch.set()
         except BaseException:
             self.abandon()
             raise
@@ -321,7 +321,7 @@ class Supervisor:
         if not self._may_end.acquire(blocking=False):
             return
         error: BaseException | None = None
-        self._begun.wait()
+        self._start_latch.wait()
         try:
             error = self._watch()
         except BaseException as unexpected:
@@ -359,14 +359,14 @@ class Supervisor:
                 return self._failed if self._failed is not None else self._stopped()
             self.attempt.scaling.go_on(now)
             decision = self.roster.decide(now)
-            error = decision.error if decision.error is not None else self._breaks_off(now)
-            if error is not None and self._goes_back(error, now):
+            error = decision.error if decision.error is not None else self._limit_error(now)
+            if error is not None and self._roll_back(error, now):
                 continue
-            if error is not None and not self._puts_off(error):
+            if error is not None and not self._collect_before_failing(error):
                 return self._failed if self._failed is not None else error
             self._act(decision)
             if self.roster.serving:
-                self._look_around(now)
+                self._poll_health(now)
             collecting = self.attempt.collecting
             if collecting is not None:
                 if not collecting.is_alive():
@@ -376,7 +376,7 @@ class Supervisor:
                     return None
                 self._begin_collecting()
 
-    def _breaks_off(self, now: float) -> ParamServeError | None:
+    def _limit_error(self, now: float) -> ParamServeError | None:
         """The error of a run that takes longer than it may, or whose checkpoints must not fail,
         unless it ends already."""
         if self.attempt.collecting is not None or self._stop_at is not None:
@@ -385,16 +385,16 @@ class Supervisor:
         if limit_s is not None and now > self.started_at + limit_s:
             return timed_out(limit_s, self.roster.workers())
         status, recovery = self.overview.status, self._recovery
-        told = status.checkpoints if status is not None else None
-        if recovery is None or told is None or not (recovery.strict and told.failed):
+        report = status.checkpoints if status is not None else None
+        if recovery is None or report is None or not (recovery.strict and report.failed):
             return None
         return CheckpointError(
-            f"a checkpoint was not written: {told.why}",
+            f"a checkpoint was not written: {report.why}",
             applied="unknown",
             fix="look at the folder's storage, or train on without it: ps.Checkpoint(strict=False)",
         )
 
-    def _puts_off(self, error: ParamServeError) -> bool:
+    def _collect_before_failing(self, error: ParamServeError) -> bool:
         """Whether the end for this error waits until the workers are told to end and the servers
         are read, as after a `stop`; not where they are gone, or where it did so for another."""
         if self._failed is not None or self._collect is None or not self.roster.readable:
@@ -417,8 +417,8 @@ class Supervisor:
                         msgspec.msgpack.decode(event.body, type=tuple[str, ...])
                     )
                 if event.kind == "extra state":
-                    told = msgspec.msgpack.decode(event.body, type=ExtraState)
-                    self.extra_states[told.group] = told.pickled
+                    state = msgspec.msgpack.decode(event.body, type=ExtraState)
+                    self.extra_states[state.group] = state.pickled
                 elif event.kind not in OWN_REPORTS:
                     if event.kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
                         write_line(alone_so_far(key.number))
@@ -440,7 +440,7 @@ class Supervisor:
         self.restarts.extend(decision.restart)
         self._processes.carry_out(decision)
 
-    def _look_around(self, now: float) -> None:
+    def _poll_health(self, now: float) -> None:
         if not self.attempt.served.is_set():
             self.state = "running"
             self.attempt.served.set()
@@ -501,7 +501,7 @@ class Supervisor:
 
     # --- going on from a checkpoint ---------------------------------------------------------------
 
-    def _goes_back(self, error: ParamServeError, now: float) -> bool:
+    def _roll_back(self, error: ParamServeError, now: float) -> bool:
         """Whether the run goes on from a checkpoint and does not end for this error. Everything is
         started anew then, as if all processes had ended at the cut.
 
@@ -568,7 +568,7 @@ class Supervisor:
         self._recovery.attempt_over(self.overview.status)
         self.overview.begin_anew()
         checkpoints = self._recovery.plan(self.plan.checkpoints.seed)
-        self.attempt = self._new_attempt(self.plan.again(old.roster.wanted, checkpoints))
+        self.attempt = self._new_attempt(self.plan.again(old.roster.target, checkpoints))
         old.served.set()
         self.attempt.launch(self._directory)
         return True
@@ -577,13 +577,13 @@ class Supervisor:
         self, error: ParamServeError, before: Mapping[str, int], updates: int, now: float
     ) -> None:
         """Tell from where the run goes back to what `recovery` has chosen."""
-        chosen = self._recovery.chosen if self._recovery is not None else None
-        cut = chosen.manifest.cut if chosen is not None else Cut(step=0, shards=self.plan.servers)
+        source = self._recovery.resume_point if self._recovery is not None else None
+        cut = source.manifest.cut if source is not None else Cut(step=0, shards=self.plan.servers)
         clocks = trained_only(cut.clocks)
         names = before.keys() | clocks.keys()  # a heartbeat may be older than the cut
         back = Rollback(
             error,
-            chosen.path if chosen is not None else "",
+            source.path if source is not None else "",
             {name: max(before.get(name, 0), clocks.get(name, 0)) for name in names},
             clocks,
             max(updates - cut.updates, 0),
@@ -641,12 +641,12 @@ class Supervisor:
 
     def _tell_cut(self, process: Process) -> None:
         exit_s = self.plan.deadlines.exit_s
-        told = (
+        text = (
             f"{process.name} still ran {exit_s:g} s after the end of its function and "
             "is killed: exit handlers are cut short. To fix: shorten them, end threads that are no "
             "daemons, or raise deadlines=ps.Deadlines(exit_s=...)"
         )
-        write_line(told)
+        write_line(text)
 
     def _close_clients(self) -> None:
         self._ending = True

@@ -27,7 +27,7 @@ GivenTables = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 GivenState = Result | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def pack_state(given: GivenState | None) -> bytes:
+def pack_state(states_argument: GivenState | None) -> bytes:
     """What `load_state=` gives, by the name of the optimizer that it is for, in cloudpickle; empty
     for None.
 
@@ -35,9 +35,9 @@ def pack_state(given: GivenState | None) -> bytes:
         TypeError: it is no state dict. ValueError: there is nothing in it, it is too large, or the
             file holds something else. OSError: the file cannot be read.
     """
-    if given is None:
+    if states_argument is None:
         return b""
-    states = _states(given)
+    states = _states(states_argument)
     packed: bytes = cloudpickle.dumps(
         {
             name: {key: _on_cpu(value) for key, value in state.items()}
@@ -53,7 +53,7 @@ def pack_state(given: GivenState | None) -> bytes:
     return packed
 
 
-def find_tables(given: GivenTables | None) -> dict[str, str]:
+def find_tables(argument: GivenTables | None) -> dict[str, str]:
     """The files that `load_tables=` names, by table, with their whole paths.
 
     Raises:
@@ -61,21 +61,21 @@ def find_tables(given: GivenTables | None) -> dict[str, str]:
             a file no rows. OSError: one is missing, or cannot be read. ParamServeError: pyarrow is
             not installed.
     """
-    if given is None:
+    if argument is None:
         return {}
     files: dict[Any, Any]
-    if isinstance(given, Mapping):
-        files = dict(given)
+    if isinstance(argument, Mapping):
+        files = dict(argument)
     else:
-        folder = _path(given)
+        folder = _path(argument)
         names = [each for each in _listed(folder) if each.endswith(TABLES_SUFFIX)]
         files = {_table_in(folder, name): os.path.join(folder, name) for name in names}
     if not files:
-        raise ValueError(f"load_tables has no table: no file *{TABLES_SUFFIX} is in {given!r}")
-    found = {_name(name): os.path.abspath(_path(path)) for name, path in files.items()}
-    for path in found.values():
+        raise ValueError(f"load_tables has no table: no file *{TABLES_SUFFIX} is in {argument!r}")
+    paths = {_name(name): os.path.abspath(_path(path)) for name, path in files.items()}
+    for path in paths.values():
         check_file(path)
-    return found
+    return paths
 
 
 def _table_in(folder: str, file: str) -> str:
@@ -99,62 +99,64 @@ def _listed(folder: str) -> list[str]:
         ) from error
 
 
-def _path(given: Any) -> str:
-    if not isinstance(given, str | os.PathLike):
+def _path(argument: Any) -> str:
+    if not isinstance(argument, str | os.PathLike):
         raise TypeError(
             "load_tables must be the folder that save_tables= wrote to, or a dict with the path of "
-            f"a file for each table, not {given!r}"
+            f"a file for each table, not {argument!r}"
         )
-    return str(os.fspath(given))
+    return str(os.fspath(argument))
 
 
-def _name(given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"load_tables goes by the names of tables, and {given!r} is none")
-    return given
+def _name(argument: Any) -> str:
+    if not isinstance(argument, str):
+        raise TypeError(f"load_tables goes by the names of tables, and {argument!r} is none")
+    return argument
 
 
-def _states(given: Any) -> Mapping[str, Mapping[str, Any]]:
+def _states(states: Any) -> Mapping[str, Mapping[str, Any]]:
     """State dicts by the optimizer's name."""
-    if isinstance(given, Result):
+    if isinstance(states, Result):
         # A group of integers only is a mark of ours, such as that a table was taken over.
         names = [
             name
-            for name, state in given.values.items()
+            for name, state in states.values.items()
             if any("float" in dtype_of(array) for array in state.values())
         ]
         if not names:
             raise ValueError("the result in load_state has no values: nothing was defined there")
         # Workers tell the steps of their optimizers; what client.define made has none.
-        stepped = [name for name in names if name in given.steps]
-        return {name: given.state_dict(name) for name in stepped or names}
+        stepped = [name for name in names if name in states.steps]
+        return {name: states.state_dict(name) for name in stepped or names}
     what = "load_state"
-    if isinstance(given, str | os.PathLike):
+    if isinstance(states, str | os.PathLike):
         from paramserve.pytorch.loading import read_state
 
-        path = os.fspath(given)
-        what, given = f"the file {path!r} in load_state", read_state(path)
-    if not isinstance(given, Mapping):
+        path = os.fspath(states)
+        what, states = f"the file {path!r} in load_state", read_state(path)
+    if not isinstance(states, Mapping):
         raise TypeError(
             f"{what} must be a state dict, as model.state_dict() gives, the path of a file with "
             "one, a ps.Result, or a dict of state dicts by the optimizer's name, not "
-            f"{type(given).__name__}"
+            f"{type(states).__name__}"
         )
-    if not given:
+    if not states:
         raise ValueError(f"{what} is empty")
-    nested = [key for key, each in given.items() if isinstance(each, Mapping) and not is_extra(key)]
+    nested = [
+        key for key, each in states.items() if isinstance(each, Mapping) and not is_extra(key)
+    ]
     if not nested:
-        _check(given, what)
-        return {FIRST_OPTIMIZER: given}
-    others = ", ".join(repr(key) for key in given if key not in nested)
+        _check(states, what)
+        return {FIRST_OPTIMIZER: states}
+    others = ", ".join(repr(key) for key in states if key not in nested)
     if others:
         raise TypeError(
             f"{what} has the dict {nested[0]!r} beside {others}: give the state dict alone, as in "
             f"load_state=checkpoint[{nested[0]!r}]"
         )
-    for name, state in given.items():
+    for name, state in states.items():
         _check(state, f"{what}, for the optimizer {name!r},")
-    return given
+    return states
 
 
 def _check(state: Mapping[str, Any], what: str) -> None:

@@ -75,8 +75,8 @@ def work(
     if not back_s >= 0:
         raise ValueError(f"back_s must be a number of seconds of at least 0, not {back_s!r}")
     place = _place(address, rank=rank, workers=workers, token_file=token_file, tls=tls)
-    given = {"deadlines": deadlines, "limits": limits}
-    place |= {name: settings for name, settings in given.items() if settings is not None}
+    options = {"deadlines": deadlines, "limits": limits}
+    place |= {name: settings for name, settings in options.items() if settings is not None}
 
     def join(wait_s: float | None) -> Worker:
         return connect(**place, seed=seed, timeout_s=wait_s)
@@ -111,11 +111,11 @@ def _place(address: str | None, **own: Any) -> dict[str, Any]:
 
 
 def _joined_again(
-    join: Callable[[float | None], Worker], rank: int, lost: ParamServeError, back_s: float
+    join: Callable[[float | None], Worker], rank: int, cause: ParamServeError, back_s: float
 ) -> Worker:
     """The worker of a cluster that has come back."""
     write_line(
-        f"rank {rank} lost the cluster: {lost.failed}. It waits up to {back_s:.0f} s until the "
+        f"rank {rank} lost the cluster: {cause.failed}. It waits up to {back_s:.0f} s until the "
         "cluster is back, and begins again at its checkpoint"
     )
     until, silent = time.monotonic() + back_s, True
@@ -125,11 +125,11 @@ def _joined_again(
             worker = join(min(max(left_s, RETRY_S), ATTEMPT_S))
         except (ServerGone, CoordinatorGone, Timeout) as error:
             if time.monotonic() + RETRY_S >= until:
-                lost.add_note(
+                cause.add_note(
                     f"the cluster did not come back for {back_s:.0f} s (back_s=); at last: "
                     f"{error.failed}"
                 )
-                raise lost from None
+                raise cause from None
             if silent and isinstance(error, Timeout):
                 silent = False
                 write_line(f"rank {rank} still waits for the cluster: {error.failed}")

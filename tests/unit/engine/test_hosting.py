@@ -12,7 +12,7 @@ import pytest
 
 from paramserve.engine.base import Failure
 from paramserve.engine.child import EXIT_FAILED, EXIT_TERMINATED, Bootstrap, Package
-from paramserve.engine.hosting import Heard, Host, Stopped, silence_stops
+from paramserve.engine.hosting import Host, HostReport, Stopped, silence_stops
 
 WAIT_S = 10.0
 WHERE = __name__
@@ -61,13 +61,13 @@ class Caller:
         package = Package("worker 3", f"{WHERE}:{entry.__name__}", payload, b"", b"", "")
         return self._threads.submit(self.host.run, msgspec.msgpack.encode(package), SECRET, {}, [])
 
-    def hear(self, taken: int) -> Heard:
+    def hear(self, taken: int) -> HostReport:
         return self.later(taken).result(WAIT_S)
 
-    def later(self, taken: int) -> Future[Heard]:
-        return self._threads.submit(self.host.hear, taken)
+    def later(self, taken: int) -> Future[HostReport]:
+        return self._threads.submit(self.host.poll, taken)
 
-    def until_ended(self) -> Heard:
+    def until_ended(self) -> HostReport:
         taken, reports = 0, []
         while True:
             heard = self.hear(taken)
@@ -103,7 +103,7 @@ def test_reports_that_did_not_arrive_are_told_again(caller: Caller) -> None:
 
 
 def test_process_that_is_up_says_so_at_once(caller: Caller) -> None:
-    assert caller.hear(-1) == Heard(caller.hear(-1).pid, "node7", [], None)
+    assert caller.hear(-1) == HostReport(caller.hear(-1).pid, "node7", [], None)
 
 
 def test_later_listener_takes_the_place_of_an_earlier_one(caller: Caller) -> None:
@@ -142,7 +142,7 @@ def test_stop_ends_the_entry(caller: Caller, entry: Any, status: int) -> None:
 def test_stop_before_the_run_keeps_the_entry_from_starting(caller: Caller) -> None:
     caller.host.stop()
     caller.run(tells_twice)
-    assert caller.until_ended() == Heard(caller.hear(-1).pid, "node7", [], EXIT_TERMINATED)
+    assert caller.until_ended() == HostReport(caller.hear(-1).pid, "node7", [], EXIT_TERMINATED)
 
 
 def test_stop_that_comes_late_is_not_told_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def cut_off(folder: str, path: str) -> None:
 
 def name_of(recovery: Recovery | None) -> str | None:
     assert recovery is not None
-    return recovery.chosen.manifest.name if recovery.chosen is not None else None
+    return recovery.resume_point.manifest.name if recovery.resume_point is not None else None
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def test_snapshots_go_on_when_a_worker_comes_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(joining, "Watching", FakeWatching)
     monkeypatch.setattr(joining, "LOOK_S", 0.0)
-    monkeypatch.setattr(Handle, "_told", told)
+    monkeypatch.setattr(Handle, "_status", told)
     handle = Handle.of(
         ADDRESSES, NO_CREDENTIALS, seed=0, limits=ps.Limits(), deadlines=ps.Deadlines()
     )

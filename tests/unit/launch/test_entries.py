@@ -21,8 +21,8 @@ from paramserve.launch.entries import (
     COORDINATOR,
     Entry,
     Key,
-    gone,
     over,
+    process_failure,
     started_again,
     stopped,
     timed_out,
@@ -33,7 +33,8 @@ SERVER, WORKER = Key("server", 0), Key("worker", 0)
 
 
 @pytest.mark.parametrize(
-    ("key", "error_of"), [(COORDINATOR, gone), (SERVER, gone), (WORKER, worker_failed)]
+    ("key", "error_of"),
+    [(COORDINATOR, process_failure), (SERVER, process_failure), (WORKER, worker_failed)],
 )
 def test_process_that_found_no_place_is_told_as_that(
     key: Key, error_of: Callable[[Entry], ParamServeError]
@@ -151,7 +152,7 @@ def test_value_error_with_a_fix_of_its_own_is_told_with_that_one() -> None:
 
 
 def test_server_that_raised_is_told_with_the_fix_of_its_error() -> None:
-    error = gone(Entry(SERVER, failure=raised(Overloaded("no room", fix="make some"))))
+    error = process_failure(Entry(SERVER, failure=raised(Overloaded("no room", fix="make some"))))
     assert (type(error).__name__, error.fix) == ("ServerGone", "make some")
     assert str(error).count("no room") == 1
 

@@ -345,7 +345,7 @@ def test_value_that_cannot_be_unpickled_here_costs_no_other_one() -> None:
     for number, body in enumerate((cloudpickle.dumps("first"), b"broken", cloudpickle.dumps("l"))):
         rank = Key("worker", number)
         job._supervisor.roster.entries[rank] = Entry(rank, returned=body)
-    job._supervisor.attempt.kept.values = {"default": {"w": np.ones(1)}}
+    job._supervisor.attempt.readout.values = {"default": {"w": np.ones(1)}}
     job.stop()
     for _ in range(2):
         with pytest.raises(WorkerFailed, match="what worker 1 returned cannot be unp") as caught:
@@ -403,7 +403,7 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
     job = launched()
     told = ((0, 6, 3, 2), (1, 5, 0, 0))
     report = GroupReport("m", 12, ((0, 6),), 1, told, policy="Async", dropped=((1, 4),))
-    job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
+    job._supervisor.attempt.readout.beats = [ServerBeat(0, (report,))]
     shared = (LeaseReport("train", ((0, 600, 512), (1, 100, 96)), repeated=3),)
     job._supervisor.overview.status = Status(1, (), (), (), (), 0, leases=shared)
     job.stop()
@@ -431,7 +431,7 @@ def test_result_of_gradients_that_were_all_left_out_warns_once(
 ) -> None:
     job = launched()
     report = GroupReport("m", version, (), skipped, staleness, policy=policy, dropped=dropped)
-    job._supervisor.attempt.kept.beats = [ServerBeat(0, (report,))]
+    job._supervisor.attempt.readout.beats = [ServerBeat(0, (report,))]
     job.stop()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -445,11 +445,11 @@ def test_result_of_gradients_that_were_all_left_out_warns_once(
 def test_result_tells_how_large_tables_were() -> None:
     names = ("users", "users (labels)")
     job = launched(servers=2)
-    job._supervisor.attempt.kept.beats = [
+    job._supervisor.attempt.readout.beats = [
         ServerBeat(n, tuple(GroupReport(name, 4, (), 0, (), table=of) for name in names))
         for n, of in enumerate([TableReport(10, 99, 1, 12), TableReport(11, 99, 1, 12)])
     ]
-    job._supervisor.attempt.kept.values = {"model": {}}
+    job._supervisor.attempt.readout.values = {"model": {}}
     job.stop()
     result = job.wait()
     assert {name: (each.rows, each.created) for name, each in result.tables.items()} == {
@@ -466,7 +466,7 @@ def test_result_tells_how_large_tables_were() -> None:
 def test_snapshots_of_a_stopped_run_that_has_a_table_only_name_what_is_missing() -> None:
     job = launched()
     table = GroupReport("users", 4, (), 0, (), table=TableReport(10, 99, 1, 12))
-    job._supervisor.attempt.kept.beats, job._supervisor.attempt.kept.values = (
+    job._supervisor.attempt.readout.beats, job._supervisor.attempt.readout.values = (
         [ServerBeat(0, (table,))],
         {},
     )
@@ -507,7 +507,7 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
         event: Any = SimpleNamespace(kind="extra state", body=body)
         job._supervisor._take([(COORDINATOR, event)])
         assert len(job._supervisor.reports) == 0, f"report {number} replaces the one before"
-    job._supervisor.attempt.kept.values = {"model": {"unfrozen": np.ones(1)}}
+    job._supervisor.attempt.readout.values = {"model": {"unfrozen": np.ones(1)}}
     job.stop()
     state = job.wait().state_dict()
     assert {name: float(value[0]) for name, value in state.items()} == {

@@ -239,8 +239,8 @@ def test_servers_that_read_a_checkpoint_may_be_up_later(
     run.serve()
     run.write(1)
     run.kill("server 0")
-    assert run.recovery.chosen is not None
-    more = float(run.recovery.chosen.manifest.nbytes)
+    assert run.recovery.resume_point is not None
+    more = float(run.recovery.resume_point.manifest.nbytes)
     assert [run.configs(n)[1].deadlines.start_s for n in range(2)] == [60.0, 60.0 + more]
     assert run.supervisor.attempt.up_by > time.monotonic() + more
     run.write(2)
@@ -314,11 +314,11 @@ def test_reading_that_outlives_its_servers_changes_nothing_of_the_new_attempt(
     def collect(attempt: Attempt) -> None:
         if attempt is not first:
             assert failed.wait(10.0)
-            attempt.kept.table_files = {"users": "second"}
+            attempt.readout.table_files = {"users": "second"}
             return
         run.engine.processes["coordinator"].end(-9)
         run.until(lambda: run.supervisor.state == "finishing" and run.supervisor.attempt != first)
-        attempt.kept.table_files = {"users": "first"}
+        attempt.readout.table_files = {"users": "first"}
         threading.Timer(0.1, failed.set).start()
         raise ServerGone("gone", fix="none")
 
@@ -332,7 +332,7 @@ def test_reading_that_outlives_its_servers_changes_nothing_of_the_new_attempt(
     run.return_workers()
     assert run.supervisor.ended.wait(10.0)
     assert (run.supervisor.error, run.supervisor.state) == (None, "finished")
-    assert run.supervisor.attempt.kept.table_files == {"users": "second"}
+    assert run.supervisor.attempt.readout.table_files == {"users": "second"}
 
 
 def test_client_that_is_being_connected_ends_with_its_attempt(begin: Callable[..., Run]) -> None:

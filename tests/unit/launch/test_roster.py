@@ -315,7 +315,7 @@ def test_retiring_worker_may_end_as_it_likes(how: str, on_worker_death: OnWorker
     assert roster.decide(3.5).error is None
     roster.on_end(OTHER, 0 if how == "returned" else -9, 4.0)
     entry = roster.entries[OTHER]
-    assert roster.decide(4.0) == Decision(gone=(entry,))
+    assert roster.decide(4.0) == Decision(retirees=(entry,))
     assert roster.decide(5.0) == Decision(), "it is told once"
     assert roster.worker_states() == {0: "running", 1: "retired"}
     assert (entry.returned == b"early") == (how == "returned")
@@ -368,7 +368,7 @@ def test_rank_that_comes_back_waits_for_the_end_of_its_old_process() -> None:
     roster.on_end(OTHER, 0, 5.0)
     decision = roster.decide(5.0)
     assert decision.launch == (OTHER,)
-    assert [entry.key for entry in decision.gone] == [OTHER]
+    assert [entry.key for entry in decision.retirees] == [OTHER]
     assert roster.worker_states() == {0: "returned", 1: "starting"}
     assert roster.decide(6.0) == Decision()
     roster.on_report(OTHER, "returned", b"again", 7.0)
@@ -396,7 +396,7 @@ def test_scale_that_is_taken_back_leaves_all_as_it_was() -> None:
     assert roster.scale(3, 4.0) == (OTHER, THIRD)
     roster.take_back()
     assert roster.entries == before
-    assert roster.wanted == 1
+    assert roster.target == 1
     roster.on_report(WORKER, "returned", b"", 5.0)
     assert roster.decide(5.0).finished
 

@@ -105,16 +105,16 @@ def test_scale_without_room_changes_nothing(run: SimpleNamespace) -> None:
     with pytest.raises(CannotPlace, match="the machine is full"):
         run.supervisor.scale(4)
     assert run.coordinator.asked == []
-    assert run.supervisor.roster.wanted == 2
+    assert run.supervisor.roster.target == 2
     run.supervisor.scale(3)
-    assert run.supervisor.roster.wanted == 3
+    assert run.supervisor.roster.target == 3
 
 
 def test_scale_that_the_coordinator_refuses_changes_nothing(run: SimpleNamespace) -> None:
     run.coordinator.says = lambda call: Failed(call, "ParamServeError", "no more", "no", "stop")
     with pytest.raises(ParamServeError, match="no more"):
         run.supervisor.scale(3)
-    assert run.supervisor.roster.wanted == 2
+    assert run.supervisor.roster.target == 2
     assert "worker 2" not in run.engine.processes
     assert run.engine.kept == []
 
@@ -146,7 +146,7 @@ def test_scale_whose_process_cannot_start_is_taken_back(run: SimpleNamespace) ->
     assert run.supervisor.roster.worker_states() == {0: "running", 1: "running"}
     run.engine.fails_at = ""
     run.supervisor.scale(3)
-    assert run.supervisor.roster.wanted == 3
+    assert run.supervisor.roster.target == 3
 
 
 def test_scale_of_a_run_that_ends_meanwhile_is_refused_and_leaves_no_one_waiting(

@@ -56,13 +56,13 @@ class Connection:
                 _connect(ray, address, init, start)
                 self._ours = True
             self._users += 1
-        left = threading.Event()
+        departed = threading.Event()
 
         def leave() -> None:
             with self._lock:
-                if left.is_set():
+                if departed.is_set():
                     return
-                left.set()
+                departed.set()
                 self._users -= 1
                 if self._users == 0 and self._ours:
                     self._ours = False
@@ -76,17 +76,17 @@ CONNECTION = Connection()
 
 def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any], start: bool) -> None:
     named = named_cluster(address)
-    wanted = named if named is not None else "local" if start else "auto"
+    target = named if named is not None else "local" if start else "auto"
     options: dict[str, Any] = {"logging_level": logging.WARNING}
-    if wanted == "local":
+    if target == "local":
         options["include_dashboard"] = False
     try:
-        check_address(wanted)
-        _dial(wanted)
-        ray.init(address=wanted, **{**options, **init})
+        check_address(target)
+        _dial(target)
+        ray.init(address=target, **{**options, **init})
     except Exception as error:
         raise ParamServeError(
-            f"Ray could not be {'started' if wanted == 'local' else f'reached at {wanted!r}'}: "
+            f"Ray could not be {'started' if target == 'local' else f'reached at {target!r}'}: "
             f"{error}",
             fix="give the address that `ray start --head` showed, with the same versions of Ray "
             "and Python here and there"
@@ -96,8 +96,8 @@ def _connect(ray: ModuleType, address: str | None, init: Mapping[str, Any], star
 
 def named_cluster(address: str | None) -> str | None:
     """The running cluster that is meant; None: a new one on this machine."""
-    found = address if address is not None else os.environ.get("RAY_ADDRESS")
-    return found if found and found != "local" else None
+    cluster = address if address is not None else os.environ.get("RAY_ADDRESS")
+    return cluster if cluster and cluster != "local" else None
 
 
 def _check_same(ray: ModuleType, address: str | None) -> None:

@@ -69,12 +69,12 @@ class OnRay:
     init: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, choices in (
             ("servers", self.servers, get_args(Servers)),
             ("workers", self.workers, get_args(Workers)),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         for kind, needs in self._needs.items():
             if not isinstance(needs, Needs):
                 raise TypeError(f"{kind} must be ps.Needs(...), not {needs!r}")
@@ -89,12 +89,12 @@ class OnRay:
     def __repr__(self) -> str:
         """The settings that are not the defaults."""
         usual = OnRay()
-        told = [
+        options = [
             repr(value) if each.name == "address" else f"{each.name}={value!r}"
             for each in fields(self)
             if (value := getattr(self, each.name)) != getattr(usual, each.name)
         ]
-        return f"OnRay({', '.join(told)})"
+        return f"OnRay({', '.join(options)})"
 
     @property
     def _needs(self) -> dict[str, Needs]:
@@ -168,9 +168,9 @@ class OnRay:
         files = [os.environ.get(name, "") for name in TLS_FILES]
         for name, path in zip(TLS_FILES, files, strict=True):
             if not (path and os.access(path, os.R_OK)):
-                told = f"names {path}, which cannot be read" if path else "is not set"
+                problem = f"names {path}, which cannot be read" if path else "is not set"
                 raise ParamServeError(
-                    f"Ray runs with TLS (RAY_USE_TLS=1), but {name} {told}",
+                    f"Ray runs with TLS (RAY_USE_TLS=1), but {name} {problem}",
                     fix="set the three files of Ray's TLS for this process and on every node, or "
                     "give others with ps.OnRay(tls=ps.TLS(...))",
                 )

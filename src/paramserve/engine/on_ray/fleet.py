@@ -117,14 +117,14 @@ class RayFleet:
         deadline = time.monotonic() + timeout_s
         while True:
             running = tuple(self._running)
-            found = [event for process in running for event in process.take()]
-            ended = {event.process for event in found if isinstance(event, Ended)}
+            events = [event for process in running for event in process.take()]
+            ended = {event.process for event in events if isinstance(event, Ended)}
             if ended:
                 with self._lock:
                     self._running = [each for each in self._running if each not in ended]
             left_s = deadline - time.monotonic()
-            if found or left_s <= 0:
-                return found
+            if events or left_s <= 0:
+                return events
             wait_for_news(running, left_s)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class RayFleet:
         return RayProcess(name, needs, place, place_s, environment)
 
     def _add(self, placed: Iterable[tuple[Group, PlacementGroup]]) -> None:
-        for group, made in placed:
-            self._groups.append(made)
+        for group, placement in placed:
+            self._groups.append(placement)
             for index, bundle in enumerate(group.bundles):
-                self._places.update((role, Place(made, index)) for role in bundle.roles)
+                self._places.update((role, Place(placement, index)) for role in bundle.roles)

@@ -103,13 +103,13 @@ class RoomKeeper:
 
         if ray.get_runtime_context().worker.mode != ray.WORKER_MODE:
             return cls(None, None)
-        made = remote(Keeper, {}).options(
+        actor_class = remote(Keeper, {}).options(
             name=f"paramserve-room:{uuid4().hex}",
             namespace=namespace,
             lifetime="detached",
             num_cpus=0,
         )
-        actor = made.remote()
+        actor = actor_class.remote()
         actor.expect.remote()
         life = actor.live.remote()
         actor.follow.remote([life])

@@ -59,10 +59,12 @@ def withdraw(actor: Any, leave: Callable[[], None]) -> None:
 def _take(name: str, data: bytes, namespace: str) -> Any:
     """An actor of this name, which may not be up yet."""
     deadline = time.monotonic() + NAME_S
-    made = remote(Published, {}).options(name=f"paramserve:{name}", namespace=namespace, num_cpus=0)
+    actor = remote(Published, {}).options(
+        name=f"paramserve:{name}", namespace=namespace, num_cpus=0
+    )
     while True:
         try:
-            return made.remote(data)
+            return actor.remote(data)
         except ValueError as error:  # the name is taken
             if find(name, namespace) is not None or time.monotonic() > deadline:
                 raise NameTaken(

@@ -15,7 +15,7 @@ import msgspec
 
 from paramserve.engine.base import Ended, Event, Failure, Reported, Role
 from paramserve.engine.child import Package
-from paramserve.engine.hosting import Heard, Host, silence_stops
+from paramserve.engine.hosting import Host, HostReport, silence_stops
 from paramserve.engine.on_ray.control import CONTROL_S, LOOK_S, RETRY_S, bounded, kill_actor
 from paramserve.engine.on_ray.room import Place, what_there_is
 from paramserve.engine.placing import Needs
@@ -110,13 +110,13 @@ class RayProcess:
         self._place = place
         self._placed_by = time.monotonic() + place_s
         self._lock = threading.RLock()
-        self._taken = 0
+        self._acknowledged = 0
         self._events: list[Reported] = []
         self._killed = False
         self._final: int | None = None
         """The status that it told; it counts when the process is gone."""
         self._status: int | None = None
-        self._told = False
+        self._end_reported = False
         self._actor = _create(name, needs, place, environment)
         self._listen_at = 0.0
         self._pending: Any = None
@@ -166,12 +166,12 @@ class RayProcess:
         """What is new of it; its end is told once."""
         self._look()
         with self._lock:
-            found: list[Event] = [*self._events]
+            events: list[Event] = [*self._events]
             self._events.clear()
-            if self._status is not None and not self._told:
-                self._told = True
-                found.append(Ended(self, self._status))
-            return found
+            if self._status is not None and not self._end_reported:
+                self._end_reported = True
+                events.append(Ended(self, self._status))
+            return events
 
     def forget(self) -> None:
         """Stop asking Ray."""
@@ -198,7 +198,7 @@ class RayProcess:
                 self._check_place()
                 return
             try:
-                heard: Heard = ray.get(ready[0], timeout=CONTROL_S)
+                report: HostReport = ray.get(ready[0], timeout=CONTROL_S)
             except ray.exceptions.GetTimeoutError:
                 return
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.ObjectLostError):
@@ -207,14 +207,14 @@ class RayProcess:
             except ray.exceptions.RayError as error:
                 self._on_end(error)
             else:
-                self._on_heard(heard)
+                self._on_report(report)
 
-    def _on_heard(self, heard: Heard) -> None:
-        self.pid, self.node = heard.pid, heard.node
-        self._events += [Reported(self, kind, body) for kind, body in heard.reports]
-        self._taken += len(heard.reports)
-        if heard.status is not None and self._final is None:
-            self._final = heard.status
+    def _on_report(self, report: HostReport) -> None:
+        self.pid, self.node = report.pid, report.node
+        self._events += [Reported(self, kind, body) for kind, body in report.reports]
+        self._acknowledged += len(report.reports)
+        if report.status is not None and self._final is None:
+            self._final = report.status
             kill_actor(self._actor)
         self._listen()
 
@@ -222,8 +222,8 @@ class RayProcess:
         self._pending = None
         self.why = str(error)
         if not self.pid and not self._killed:
-            told = f"its process could not be started: {self.why}"
-            self._fail(type(error).__name__, told, "look at the logs of Ray on its node")
+            text = f"its process could not be started: {self.why}"
+            self._fail(type(error).__name__, text, "look at the logs of Ray on its node")
         self._status = self._final if self._final is not None else KILLED
 
     def _listen(self) -> None:
@@ -232,7 +232,7 @@ class RayProcess:
         if self._final is not None:
             self._pending = self._call("linger")
         else:
-            self._pending = self._call("hear", "control", self._taken if self.pid else -1)
+            self._pending = self._call("poll", "control", self._acknowledged if self.pid else -1)
 
     def _check_place(self) -> None:
         """Give up a process whose node is lost and for which no other node was found."""
@@ -277,8 +277,8 @@ def _create(name: str, needs: Needs, place: Place | None, environment: Mapping[s
     if needs.runtime_env or environment:
         variables = {**environment, **needs.runtime_env.get("env_vars", {})}
         options["runtime_env"] = {**needs.runtime_env, "env_vars": variables}
-    made = remote(Actor, {"role": 1, "control": CONTROL_THREADS})
-    return made.options(**options).remote(name)
+    actor_class = remote(Actor, {"role": 1, "control": CONTROL_THREADS})
+    return actor_class.options(**options).remote(name)
 
 
 def wait_for_news(processes: Iterable[RayProcess], timeout_s: float) -> None:

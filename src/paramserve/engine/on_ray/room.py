@@ -62,19 +62,19 @@ class Place(NamedTuple):
 
     def node(self) -> str:
         """Ray's name of the node that it is on."""
-        found: str = _table(self.group)["bundles_to_node_id"][self.bundle]
-        return found
+        node: str = _table(self.group)["bundles_to_node_id"][self.bundle]
+        return node
 
     def state(self) -> str:
         """Ray's word for how its group stands; "CREATED": it has its nodes."""
-        found: str = _table(self.group)["state"]
-        return found
+        state: str = _table(self.group)["state"]
+        return state
 
 
 def reserve(
     groups: Sequence[Group],
     place_s: float,
-    taken: Iterable[str] = (),
+    excluded: Iterable[str] = (),
     closed: Callable[[], bool] = lambda: False,
     *,
     keep: Callable[[PlacementGroup], None] = lambda group: None,
@@ -82,7 +82,7 @@ def reserve(
     """Reserve room for all groups, or for none.
 
     Args:
-        taken: nodes that groups which are to be apart must not be on.
+        excluded: nodes that groups which are to be apart must not be on.
         closed: whether it is no longer needed.
         keep: is told each group as soon as there is one.
     Raises:
@@ -93,21 +93,21 @@ def reserve(
 
     deadline = time.monotonic() + place_s
     placed: list[tuple[Group, PlacementGroup]] = []
-    others = set(taken)
+    others = set(excluded)
     try:
         for group in groups:
             labels = [dict(bundle.labels) for bundle in group.bundles]
             if group.apart and others:
                 for each in labels:
                     each["ray.io/node-id"] = f"!in({','.join(sorted(others))})"
-            made = placement_group(
+            placement = placement_group(
                 [bundle.amounts or {"CPU": LEAST_CPU} for bundle in group.bundles],
                 strategy=group.strategy,
                 bundle_label_selector=labels if any(labels) else None,
             )
-            placed.append((group, made))
-            keep(made)
-            while not made.wait(LOOK_S):
+            placed.append((group, placement))
+            keep(placement)
+            while not placement.wait(LOOK_S):
                 if closed():
                     raise RuntimeError("this fleet is closed")
                 if time.monotonic() > deadline:
@@ -119,9 +119,9 @@ def reserve(
                         "added",
                     )
             if not group.apart:
-                others |= set(_table(made)["bundles_to_node_id"].values())
+                others |= set(_table(placement)["bundles_to_node_id"].values())
     except BaseException:
-        remove(made for _, made in placed)
+        remove(placement for _, placement in placed)
         raise
     return placed
 
@@ -139,12 +139,15 @@ def check_totals(roles: Sequence[str], needs: Mapping[str, Needs], place_s: floa
     short = shortfall(roles, needs, ray.cluster_resources())
     if short is None:
         return
-    told, fix = short
+    lack, fix = short
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if started_here(ray) and len(nodes) == 1:
-        raise CannotPlace(f"this Ray cannot have room for the run: it {told}", fix=fix)
+        raise CannotPlace(f"this Ray cannot have room for the run: it {lack}", fix=fix)
     logger.warning(
-        "the run %s; waiting up to %g s (place_s) for more nodes. Otherwise %s", told, place_s, fix
+        "the run %s; waiting up to %g s (place_s) for more nodes. Otherwise %s",
+        lack,
+        place_s,
+        fix,
     )
 
 
@@ -168,30 +171,30 @@ def remove(groups: Iterable[PlacementGroup]) -> None:
 def _table(group: PlacementGroup) -> dict[str, Any]:
     from ray.util.placement_group import placement_group_table
 
-    found: dict[str, Any] = placement_group_table(group)
-    return found
+    table: dict[str, Any] = placement_group_table(group)
+    return table
 
 
 def what_there_is() -> str:
     """The cluster's nodes and what of them is free, in words."""
     ray = import_ray()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    told = []
+    lines = []
     for node in nodes[:NODES_SHOWN_MAX]:
         labels = node.get("Labels") or {}
-        shown = [f"{n}={v}" for n, v in sorted(labels.items()) if not n.startswith("ray.io/")]
+        user_labels = [f"{n}={v}" for n, v in sorted(labels.items()) if not n.startswith("ray.io/")]
         amounts = _amounts(node["Resources"])
-        told.append(f"{node['NodeManagerAddress']} ({', '.join([amounts, *shown])})")
+        lines.append(f"{node['NodeManagerAddress']} ({', '.join([amounts, *user_labels])})")
     if len(nodes) > NODES_SHOWN_MAX:
-        told.append(f"and {len(nodes) - NODES_SHOWN_MAX} more")
+        lines.append(f"and {len(nodes) - NODES_SHOWN_MAX} more")
     count = f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}"
-    return f"It has {count}: {', '.join(told)}; free now: {_amounts(ray.available_resources())}"
+    return f"It has {count}: {', '.join(lines)}; free now: {_amounts(ray.available_resources())}"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    shown = {
+    amounts = {
         name: amount
         for name, amount in sorted(resources.items())
         if "memory" not in name and not name.startswith("node:") and "_group_" not in name
     }
-    return " ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"
+    return " ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
