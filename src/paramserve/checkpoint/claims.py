@@ -65,7 +65,7 @@ def owner_of(storage: Storage) -> Owner | None:
         return None
 
 
-def held(storage: Storage, run: str, *, passing: bool = False) -> AbstractContextManager[Check]:
+def hold(storage: Storage, run: str, *, passing: bool = False) -> AbstractContextManager[Check]:
     """Let no other run write to a folder, until the block is left or this process ends.
 
     Args:
@@ -75,8 +75,8 @@ def held(storage: Storage, run: str, *, passing: bool = False) -> AbstractContex
         CheckpointFolderTaken: a living run holds it. CheckpointError: the storage failed.
     """
     owner = Owner(run, socket.gethostname(), os.getpid())
-    hold = _by_lock if storage.locks else _by_beats
-    return hold(storage, owner, passing)
+    method = _by_lock if storage.locks else _by_beats
+    return method(storage, owner, passing)
 
 
 def _read(storage: Storage) -> Owner | None:
@@ -90,7 +90,7 @@ def _text(owner: Owner) -> bytes:
     return msgspec.json.encode(owner) + b"\n"
 
 
-def _taken(storage: Storage, run: str, owner: Owner | None) -> CheckpointFolderTaken:
+def _taken_error(storage: Storage, run: str, owner: Owner | None) -> CheckpointFolderTaken:
     who = f"run {owner.run!r}" if owner else "a run"
     where = f", process {owner.pid} on {owner.host}" if owner else ""
     return CheckpointFolderTaken(
@@ -130,14 +130,14 @@ def _check_locked(storage: Storage, file: File, run: str) -> None:
             "so the folder may be another run's",
             fix="start the run again, with another folder or with resume=",
         ) from None
-    raise _taken(storage, run, owner_of(storage))
+    raise _taken_error(storage, run, owner_of(storage))
 
 
 def _lock(storage: Storage, file: File, run: str) -> None:
     until = time.monotonic() + CLAIM_S
     while not file.lock():
         if time.monotonic() >= until:
-            raise _taken(storage, run, owner_of(storage))
+            raise _taken_error(storage, run, owner_of(storage))
         time.sleep(CLAIM_POLL_S)
 
 
@@ -153,7 +153,7 @@ def _by_beats(storage: Storage, owner: Owner, passing: bool) -> Iterator[Check]:
             time.sleep(SETTLE_S)
             now = _read(storage)
             if now is None or now.run != owner.run:
-                raise _taken(storage, owner.run, now)
+                raise _taken_error(storage, owner.run, now)
     beats = _Beats(storage, owner)
     try:
         yield beats.check
@@ -180,7 +180,7 @@ def _silent(storage: Storage, run: str) -> Owner | None:
         if now is None or now.ended or now.run == run:
             return now
         if now != first:
-            raise _taken(storage, run, now)
+            raise _taken_error(storage, run, now)
     return first
 
 
@@ -190,7 +190,7 @@ class _Beats:
     def __init__(self, storage: Storage, owner: Owner) -> None:
         self._storage = storage
         self._owner = owner
-        self._taken: Owner | None = None
+        self._other_owner: Owner | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="paramserve-owner")
         self._thread.start()
@@ -200,19 +200,19 @@ class _Beats:
             with suppress(OSError):  # who waits for a beat cannot reach the store either
                 now = _read(self._storage)
                 if now is not None and now.run != self._owner.run:
-                    self._taken = now
+                    self._other_owner = now
                     return
                 self._owner = replace(self._owner, beat=self._owner.beat + 1)
                 self._storage.put(OWNER, _text(self._owner))
 
     def check(self) -> None:
-        if self._taken is not None:
-            raise _taken(self._storage, self._owner.run, self._taken)
+        if self._other_owner is not None:
+            raise _taken_error(self._storage, self._owner.run, self._other_owner)
 
     def end(self, before: Owner | None) -> None:
         """Say that it has ended, so that the next run need not wait; or that the one before has."""
         self._over.set()
         self._thread.join(END_S)
-        if self._taken is None and not self._thread.is_alive():
+        if self._other_owner is None and not self._thread.is_alive():
             with suppress(OSError):
                 self._storage.put(OWNER, _text(replace(before or self._owner, ended=True)))

@@ -61,14 +61,14 @@ class Committer:
         self._nonce = nonce
         self._last: Manifest | None = None
         """Of this run."""
-        self._held = ExitStack()
-        self._folder = self._held.enter_context(Folder(storage).claimed(plan.run))
-        self._held.callback(self._folder.drop_probe, nonce)  # also of a start that is refused
+        self._resources = ExitStack()
+        self._folder = self._resources.enter_context(Folder(storage).claimed(plan.run))
+        self._resources.callback(self._folder.drop_probe, nonce)  # also of a start that is refused
         self._folder.begin_probe(nonce)
 
     def close(self) -> None:
         """Another run may write to the folder."""
-        self._held.close()
+        self._resources.close()
 
     def do(self, work: FileWork) -> FileEvent | None:
         """Do some work; None: nothing is to be told of it. Called from one thread at a time."""
@@ -95,16 +95,16 @@ class Committer:
             writer.message(CLUSTER_PATH, work.cluster)
             reports.append(writer.finish())
         record = _decode(work.cluster)
-        taken = work.cut
+        cut_report = work.cut
         cut = Cut(
             step=work.step,
             shards=self._servers,
             workers=record.membership.workers,
             seed=self._plan.seed,
-            clocks=taken.clocks,
-            updates=taken.updates,
+            clocks=cut_report.clocks,
+            updates=cut_report.updates,
             blocks=blocks_for(record, self._servers),
-            torn=tuple(f"client {each}" for each in taken.torn),
+            torn=tuple(f"client {each}" for each in cut_report.torn),
             pause_s=work.pause_s,
             lost_residuals=work.lost_residuals,
         )
@@ -126,11 +126,11 @@ def see_claim(storage: Storage, run: str) -> None:
     until = time.monotonic() + CLAIM_SEEN_S
     while (owner := owner_of(storage)) is None or owner.run != run:
         if time.monotonic() >= until:
-            found = f"is of run {owner.run!r}" if owner is not None else "is not there"
+            state = f"is of run {owner.run!r}" if owner is not None else "is not there"
             raise CheckpointError(
                 f"the coordinator on {socket.gethostname()} does not see the folder of "
                 f"checkpoints, {storage.where}, as the driver does: {OWNER}, which the driver has "
-                f"left there for run {run!r}, {found}",
+                f"left there for run {run!r}, {state}",
                 fix=storage.shared,
             )
         time.sleep(CLAIM_POLL_S)

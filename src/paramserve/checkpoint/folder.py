@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from typing import NamedTuple, TypeVar
 
-from paramserve.checkpoint.claims import OWNER, UNUSABLE, Check, Owner, held, owner_of
+from paramserve.checkpoint.claims import OWNER, UNUSABLE, Check, Owner, hold, owner_of
 from paramserve.checkpoint.locations import is_url, storage_at
 from paramserve.checkpoint.manifest import (
     LEAD,
@@ -58,12 +58,12 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str | None]:
         ("runs/a", "step-4000") of "runs/a/step-4000", and ("runs/a", None) of "runs/a"; of URLs
         likewise.
     """
-    given = os.fspath(path)
-    given = given.rstrip("/") if is_url(given) else os.path.normpath(given)
-    above, name = os.path.split(given)
-    if STEP.fullmatch(name) and not above.endswith(":") and not _has_owner(given):
+    text = os.fspath(path)
+    text = text.rstrip("/") if is_url(text) else os.path.normpath(text)
+    above, name = os.path.split(text)
+    if STEP.fullmatch(name) and not above.endswith(":") and not _has_owner(text):
         return above or ".", name
-    return given, None
+    return text, None
 
 
 def _has_owner(folder: str) -> bool:
@@ -91,7 +91,7 @@ class Folder:
         self.storage = storage
         self._run = ""
         self._check_held: Check = lambda: None
-        self._begun = set[str]()
+        self._steps_begun = set[str]()
         """Written to now: no pruning removes them."""
 
     # --- whose it is -----------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Folder:
         """
         with telling(self.storage, UNUSABLE):
             self._check_ours()
-        with held(self.storage, run, passing=passing) as check:
+        with hold(self.storage, run, passing=passing) as check:
             self._run, self._check_held = run, check
             yield self
 
@@ -119,16 +119,16 @@ class Folder:
         return owner_of(self.storage)
 
     def _check_ours(self) -> None:
-        found = [each.name for each in self.storage.entries("")]
-        numbers = [number for name in found if (number := manifest_number(name)) is not None]
+        names = [each.name for each in self.storage.entries("")]
+        numbers = [number for name in names if (number := manifest_number(name)) is not None]
         if numbers:
             with suppress(CheckpointDamaged):  # reading finds the one before
                 self.load(max(numbers))
-        elif OWNER not in found and found:
-            more = f" and {len(found) - OTHERS_NAMED} more" if len(found) > OTHERS_NAMED else ""
+        elif OWNER not in names and names:
+            more = f" and {len(names) - OTHERS_NAMED} more" if len(names) > OTHERS_NAMED else ""
             raise CheckpointError(
                 f"{self.storage.where} is no folder of checkpoints: it has "
-                f"{', '.join(found[:OTHERS_NAMED])}{more}",
+                f"{', '.join(names[:OTHERS_NAMED])}{more}",
                 fix="name a new folder, or an empty one",
             )
 
@@ -141,8 +141,8 @@ class Folder:
             CheckpointError: there is no such folder.
         """
         with telling(self.storage, "there are no checkpoints"):
-            found = (manifest_number(each.name) for each in self.storage.entries(""))
-            return sorted((each for each in found if each is not None), reverse=True)
+            numbers = (manifest_number(each.name) for each in self.storage.entries(""))
+            return sorted((each for each in numbers if each is not None), reverse=True)
 
     def load(self, number: int) -> Manifest:
         """A manifest.
@@ -165,13 +165,13 @@ class Folder:
 
     def manifests(self) -> tuple[list[Manifest], dict[int, CheckpointError]]:
         """All that can be read, the newest first; and by number why others cannot."""
-        found, refused = list[Manifest](), dict[int, CheckpointError]()
+        manifests, refused = list[Manifest](), dict[int, CheckpointError]()
         for number in self.numbers():
             try:
-                found.append(self.load(number))
+                manifests.append(self.load(number))
             except CheckpointError as error:
                 refused[number] = error
-        return found, refused
+        return manifests, refused
 
     def named(self, name: str) -> Manifest:
         """The checkpoint of a name.
@@ -179,11 +179,11 @@ class Folder:
         Raises:
             CheckpointError: there is none; those that there are are named.
         """
-        found, refused = self.manifests()
-        for each in found:
+        manifests, refused = self.manifests()
+        for each in manifests:
             if each.name == name:
                 return each
-        has = ", ".join(each.name for each in found) or "none"
+        has = ", ".join(each.name for each in manifests) or "none"
         bad = f"; {len(refused)} cannot be read" if refused else ""
         raise CheckpointError(
             f"{self.storage.where} has no checkpoint {name!r}; it has {has}{bad}",
@@ -230,7 +230,7 @@ class Folder:
                 more += 1
                 name = f"step-{step}-{more}"
             self.storage.sync_folder("")
-        self._begun.add(name)
+        self._steps_begun.add(name)
         return name
 
     def commit(
@@ -270,8 +270,8 @@ class Folder:
             files=tuple(files.values()),
             layers=of_tables,
         )
-        with Checkpoint(self.storage, manifest) as made:
-            made.check()
+        with Checkpoint(self.storage, manifest) as saved:
+            saved.check()
         with telling(self.storage, f"checkpoint {name} was not committed"):
             path = manifest_path(number)
             self._check_held()  # the files were looked at meanwhile
@@ -281,17 +281,17 @@ class Folder:
                 with suppress(OSError):
                     self.storage.remove(path)
                 raise
-        self._begun.discard(name)
+        self._steps_begun.discard(name)
         return manifest
 
     def discard(self, name: str) -> None:
         """Give up a checkpoint that was begun, and give its room back as far as that goes; what
         is left, the next pruning removes."""
-        self._begun.discard(name)
+        self._steps_begun.discard(name)
         with suppress(OSError, CheckpointError):
             self._check_held()
-            found, refused = self.manifests()
-            if not refused and all(each.name != name for each in found):
+            manifests, refused = self.manifests()
+            if not refused and all(each.name != name for each in manifests):
                 self._sweep(name, frozenset())
 
     def prune(self, keep: int) -> Pruned:
@@ -306,30 +306,34 @@ class Folder:
         """
         with telling(self.storage, "old checkpoints were not removed"):
             self._check_held()
-        found, refused = self.manifests()
+        manifests, refused = self.manifests()
         for error in refused.values():
             if not isinstance(error, CheckpointDamaged):
                 raise error
-        gone = [each for each in found[keep:] if each.number > max(refused, default=0)]
-        kept = [each for each in found if each not in gone]
+        removed = [each for each in manifests[keep:] if each.number > max(refused, default=0)]
+        rest = [each for each in manifests if each not in removed]
         with telling(self.storage, "old checkpoints were not removed"):
-            for each in gone:
+            for each in removed:
                 self.storage.remove(manifest_path(each.number))
-            if gone:
+            if removed:
                 self.storage.sync_folder("")
-            needed = frozenset(file.path for each in kept for file in each.files)
+            needed = frozenset(file.path for each in rest for file in each.files)
             if not refused:
                 nbytes = self._sweep_all(needed)
             else:
-                known = {file.path for each in gone for file in each.files}
-                nbytes = sum(self._remove(path) for path in sorted(known - needed))
-        return Pruned(tuple(each.name for each in gone), nbytes)
+                paths = {file.path for each in removed for file in each.files}
+                nbytes = sum(self._remove(path) for path in sorted(paths - needed))
+        return Pruned(tuple(each.name for each in removed), nbytes)
 
     def _sweep_all(self, needed: frozenset[str]) -> int:
         nbytes, failed = 0, list[OSError]()
         for each in self.storage.entries(""):
             try:
-                if each.is_folder and STEP.fullmatch(each.name) and each.name not in self._begun:
+                if (
+                    each.is_folder
+                    and STEP.fullmatch(each.name)
+                    and each.name not in self._steps_begun
+                ):
                     nbytes += self._sweep(each.name, needed)
                 elif each.name.startswith((f".{LEAD}", PROBE)):
                     nbytes += self._remove(each.name)
@@ -387,10 +391,10 @@ class Folder:
         missing = list[int]()
         for each in servers:
             try:
-                found = self.storage.get(f"{PROBE}{nonce}-{each}")
+                answer = self.storage.get(f"{PROBE}{nonce}-{each}")
             except OSError:
-                found = b""
-            if found != nonce.encode():
+                answer = b""
+            if answer != nonce.encode():
                 missing.append(each)
         self.drop_probe(nonce)
         if missing:
@@ -413,10 +417,10 @@ def answer_probe(storage: Storage, nonce: str, server: int) -> None:
     """
     who = f"server {server} on {socket.gethostname()}"
     try:
-        found = storage.get(PROBE + nonce)
+        content = storage.get(PROBE + nonce)
     except OSError as error:
         raise _not_shared(who, storage, error.strerror or str(error)) from error
-    if found != nonce.encode():
+    if content != nonce.encode():
         raise _not_shared(who, storage, "the file there is another one")
     name = f"{PROBE}{nonce}-{server}"
     with telling(storage, f"{who} cannot write checkpoints"):

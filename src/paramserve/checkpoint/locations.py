@@ -29,26 +29,26 @@ def whole_path(what: str, path: Any) -> str:
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise TypeError(f"{what} must be the path of a folder, not {path!r}")
-    given = os.fspath(path)
-    if not given:
+    text = os.fspath(path)
+    if not text:
         raise ValueError(f"{what} must be the path of a folder, and is empty")
-    if not is_url(given):
-        return os.path.abspath(os.path.expanduser(given))
-    protocol, _, rest = given.partition(MARK)
-    told = f"{what} is {shown(given)!r}"
-    if "::" in given:
-        raise ValueError(f"{told}, a chain of file systems: name one, such as 's3://bucket/run'")
+    if not is_url(text):
+        return os.path.abspath(os.path.expanduser(text))
+    protocol, _, rest = text.partition(MARK)
+    this = f"{what} is {shown(text)!r}"
+    if "::" in text:
+        raise ValueError(f"{this}, a chain of file systems: name one, such as 's3://bucket/run'")
     if protocol == "memory":
         raise ValueError(
-            f"{told}, and memory:// is of one process: servers and driver would each see a folder "
+            f"{this}, and memory:// is of one process: servers and driver would each see a folder "
             "of their own. Name one that all of them see"
         )
     if protocol not in LOCAL:
-        if not shown(given).partition(MARK)[2].strip("/"):
-            raise ValueError(f"{told}, without the name of a folder: 's3://bucket/run' has one")
-        return given.rstrip("/")
+        if not shown(text).partition(MARK)[2].strip("/"):
+            raise ValueError(f"{this}, without the name of a folder: 's3://bucket/run' has one")
+        return text.rstrip("/")
     if not rest.startswith("/"):
-        raise ValueError(f"{told}: {protocol}:// takes a whole path, as in 'file:///runs/a'")
+        raise ValueError(f"{this}: {protocol}:// takes a whole path, as in 'file:///runs/a'")
     return os.path.abspath(rest)
 
 

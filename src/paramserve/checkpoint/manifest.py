@@ -170,12 +170,12 @@ def decode(data: bytes, path: str, where: str) -> Manifest:
         CheckpointDamaged: it is not that. CheckpointError: a later version made it.
     """
     at = data.rfind(_HASH)
-    told = data[at + len(_HASH) : -len(_END)].decode("ascii", "replace")
+    expected = data[at + len(_HASH) : -len(_END)].decode("ascii", "replace")
     actual = digest(data[: max(at, 0)])
-    if at < 0 or not data.endswith(_END) or told != actual:
+    if at < 0 or not data.endswith(_END) or expected != actual:
         raise CheckpointDamaged(
             f"the manifest {path} in {where} is damaged: its {len(data)} bytes say that their hash "
-            f"is {told[:40] if at >= 0 else 'none'!r}, and it is {actual!r}",
+            f"is {expected[:40] if at >= 0 else 'none'!r}, and it is {actual!r}",
             fix="use the checkpoint before, or a copy of this one",
         )
     try:
@@ -224,23 +224,23 @@ def joined(reports: Iterable[Sequence[Written]]) -> tuple[Written, ...]:
             agree on a file.
     """
     entries = sorted((each for report in reports for each in report), key=attrgetter("path"))
-    made = []
+    files = []
     for path, group in groupby(entries, key=attrgetter("path")):
-        given = list(group)
-        parts = tuple(sorted((part for each in given for part in each.parts), key=_offset))
-        whole = msgspec.structs.replace(given[0], parts=parts)
+        copies = list(group)
+        parts = tuple(sorted((part for each in copies for part in each.parts), key=_offset))
+        whole = msgspec.structs.replace(copies[0], parts=parts)
         wrong = gap(whole)
-        if wrong is not None or len({each.size for each in given}) > 1:
-            sizes = ", ".join(sorted({str(each.size) for each in given}))
+        if wrong is not None or len({each.size for each in copies}) > 1:
+            sizes = ", ".join(sorted({str(each.size) for each in copies}))
             raise CheckpointError(
-                f"the file {path} of {sizes} bytes was not written whole: {len(given)} processes "
+                f"the file {path} of {sizes} bytes was not written whole: {len(copies)} processes "
                 f"wrote to it, and bytes {wrong[0]} to {wrong[1]} are missing or there twice"
                 if wrong is not None
                 else f"the processes that wrote {path} say that it has {sizes} bytes",
                 fix="report this: it is a bug of paramserve",
             )
-        made.append(whole)
-    return tuple(made)
+        files.append(whole)
+    return tuple(files)
 
 
 def residual_loss(manifest: Manifest) -> str:
@@ -270,23 +270,23 @@ def layers(
         CheckpointError: a table's servers did not write the same kind, or what an increment goes
             on from is not there.
     """
-    made = dict[str, tuple[tuple[str, ...], ...]]()
+    layers = dict[str, tuple[tuple[str, ...], ...]]()
     of_tables = sorted((each for each in files if each.table), key=attrgetter("table"))
     for table, group in groupby(of_tables, key=attrgetter("table")):
-        given = list(group)
-        new = tuple(each.path for each in given)
-        kinds = {each.full for each in given}
+        group_files = list(group)
+        new = tuple(each.path for each in group_files)
+        kinds = {each.full for each in group_files}
         if kinds == {True}:
-            made[table] = (new,)
+            layers[table] = (new,)
         elif kinds == {False} and table in before:
-            made[table] = (*before[table], new)
+            layers[table] = (*before[table], new)
         else:
             raise CheckpointError(
                 f"checkpoint {name} has only changes of table {table!r}, and not all the rows that "
                 "they go on from",
                 fix="report this: it is a bug of paramserve",
             )
-    return made
+    return layers
 
 
 def is_written(path: str) -> bool:

@@ -72,7 +72,7 @@ class ObjectStore(Storage):
         self._root = root.rstrip("/")
         self._listed = dict[str, dict[str, list[_Object]]]()
         """By folder, the objects of each file, as they were seen last."""
-        self._made = set[str]()
+        self._folders = set[str]()
 
     def full(self, path: str) -> str:
         """A path as the file system takes it."""
@@ -101,14 +101,14 @@ class ObjectStore(Storage):
         return True
 
     def make_folder(self, path: str) -> bool:
-        new = path not in self._made and not self.entries(path)
-        self._made.add(path)
+        new = path not in self._folders and not self.entries(path)
+        self._folders.add(path)
         return self._mkdir(self.full(path)) and new
 
     def entries(self, path: str) -> list[Entry]:
         folders, files = self._list(path)
-        found = [Entry(name, True) for name in folders]
-        return sorted([*found, *(Entry(name, False) for name in files)])
+        entries = [Entry(name, True) for name in folders]
+        return sorted([*entries, *(Entry(name, False) for name in files)])
 
     def remove_folder(self, path: str) -> None:
         with suppress(Exception):  # most stores have no folders, and each says so in its own way
@@ -123,10 +123,10 @@ class ObjectStore(Storage):
         with asking():
             self.filesystem.invalidate_cache()
             try:
-                found = self.filesystem.ls(full, detail=True)
+                listing = self.filesystem.ls(full, detail=True)
             except FileNotFoundError:  # nothing is in it
-                found = []
-        for each in found:
+                listing = []
+        for each in listing:
             whole = each["name"].rstrip("/")
             name = whole.rpartition("/")[2]
             if whole.strip("/") == full.strip("/") or not name:
@@ -236,9 +236,9 @@ class _Stored(_ObjectFile):
             if start >= 0 and length > 0:
                 with asking():
                     full = self._store.full(each.name)
-                    found = self._store.filesystem.cat_file(full, start=start, end=start + length)
-                into[: len(found)] = found
-                return len(found)
+                    content = self._store.filesystem.cat_file(full, start=start, end=start + length)
+                into[: len(content)] = content
+                return len(content)
         return 0
 
 
@@ -255,9 +255,9 @@ class _Staged(_ObjectFile):
 
     def write(self, offset: int, data: memoryview) -> int:
         with _staging():
-            taken = os.pwrite(self._file.fileno(), data, offset)
-        self._written.append((offset, offset + taken))
-        return taken
+            count = os.pwrite(self._file.fileno(), data, offset)
+        self._written.append((offset, offset + count))
+        return count
 
     def sync(self) -> None:
         """Nothing of it counts before it is finished."""
@@ -286,12 +286,12 @@ class _Staged(_ObjectFile):
 
 def _together(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges without those that follow one another at once."""
-    made = list[tuple[int, int]]()
+    merged = list[tuple[int, int]]()
     for start, end in sorted(ranges):
-        if made and made[-1][1] == start:
-            start = made.pop()[0]
-        made.append((start, end))
-    return made
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, end))
+    return merged
 
 
 def _cannot() -> OSError:
@@ -311,16 +311,16 @@ def asking() -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
     except PermissionError as error:
-        raise PermissionError(errno.EACCES, _told(error)) from None
+        raise PermissionError(errno.EACCES, _one_line(error)) from None
     except NotImplementedError:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS)) from None
     except Exception as error:  # those of the store's own library, too
         if isinstance(error, OSError) and error.errno in FULL:
             raise OSError(error.errno, os.strerror(error.errno)) from None
-        raise StoreFailed(errno.EIO, _told(error)) from None
+        raise StoreFailed(errno.EIO, _one_line(error)) from None
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The error in one line, without passwords: they may be in its URL."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     line = " ".join(shown(text).split())

@@ -37,7 +37,7 @@ PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {Counter: dict, OrderedDict: dict, np.str_: str, np.bytes_: bytes}
 )
 """Types that are stored by name, and what is stored of one."""
-MADE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+BUILDERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {each.__qualname__: each for each in PLAIN} | {"Size": tuple}
 )
 """By that name, what makes it again. torch.Size is a tuple where there is no torch."""
@@ -243,7 +243,7 @@ def unpack(data: bytes, arrays: Callable[[str], tuple[str, Array]]) -> Plain:
             dtype, bits = msgspec.msgpack.decode(inner, type=tuple[str, bytes])
             return np.frombuffer(bits, dtype)[0]
         if code in (_ARRAY, _TENSOR):
-            return _found(*arrays(bytes(inner).decode()), code)
+            return _typed(*arrays(bytes(inner).decode()), code)
         raise ValueError(f"an extension of type {code}")
 
     try:
@@ -256,12 +256,12 @@ def _named(name: str, value: Any) -> Any:
     torch = sys.modules.get("torch")
     if name == "Size" and torch is not None:
         return torch.Size(value)
-    if name not in MADE:
+    if name not in BUILDERS:
         raise ValueError(f"the type {name!r}")
-    return MADE[name](value)
+    return BUILDERS[name](value)
 
 
-def _found(dtype: str, elements: Array, code: int) -> Any:
+def _typed(dtype: str, elements: Array, code: int) -> Any:
     if code == _ARRAY or sys.modules.get("torch") is None:
         return elements
     return as_tensor(elements, dtype)

@@ -120,16 +120,16 @@ class Checkpoint:
         return self._header(self.manifest.own(path))
 
     def _header(self, file: Written) -> dict[str, Tensor]:
-        found = self._tensors.get(file.path)
-        if found is None:
+        header = self._tensors.get(file.path)
+        if header is None:
             head = self._bytes(file, 0, LENGTH_BYTES)
             try:
                 length = tensors.header_bytes(head)
-                found = tensors.parse(self._bytes(file, 0, length), file.size)
+                header = tensors.parse(self._bytes(file, 0, length), file.size)
             except ValueError as error:
                 raise self._damaged(file, str(error)) from None
-            self._tensors[file.path] = found
-        return found
+            self._tensors[file.path] = header
+        return header
 
     # --- dense -----------------------------------------------------------------------------------
 
@@ -147,14 +147,14 @@ class Checkpoint:
         there, itemsize = self._header(file), np.dtype(block.dtype).itemsize
         whole, runs, start, wrong = _writable(into), list[_Run](), 0, list[str]()
         for piece in block.pieces:
-            wanted = Tensor(piece.name, block.dtype, tuple(piece.shape))
-            found = there.get(piece.name)
-            end = start + wanted.nbytes // itemsize
-            if found is None or found[1:3] != wanted[1:3]:
-                wrong.append(_difference(wanted, found))
+            expected = Tensor(piece.name, block.dtype, tuple(piece.shape))
+            tensor = there.get(piece.name)
+            end = start + expected.nbytes // itemsize
+            if tensor is None or tensor[1:3] != expected[1:3]:
+                wrong.append(_difference(expected, tensor))
             elif low < end and start < high:
                 first, last = max(low, start) * itemsize, min(high, end) * itemsize
-                shift = found.offset - start * itemsize
+                shift = tensor.offset - start * itemsize
                 if runs and runs[-1].shift == shift:
                     first = runs.pop().first
                 runs.append(_Run(shift, first, last))
@@ -198,11 +198,11 @@ class Checkpoint:
         slices = -(-nbytes // (SLICE_BYTES * shards)) or 1
         for each in range(slices):
             low, high = bounds(shard * slices + each, shards * slices)
-            found = merged(
+            rows = merged(
                 [self._layer(layer, (ROWS, REMOVED, USED), low, high) for layer in layers]
             )
-            if found[KEY].size:
-                yield found
+            if rows[KEY].size:
+                yield rows
 
     def no_rows(self, table: str) -> Columns:
         """The columns of a table's rows, without any.
@@ -231,31 +231,31 @@ class Checkpoint:
         self, files: Sequence[Written], sections: Sequence[str], low: int, high: int
     ) -> dict[str, Columns]:
         """What files that were written together have of the places [low, high)."""
-        found = dict[str, Columns]()
+        by_section = dict[str, Columns]()
         for section in sections:
             parts = [self._section(file, section, low, high) for file in files]
-            found[section] = {
+            by_section[section] = {
                 name: np.concatenate([part[name] for part in parts if part])
                 for name in next((part for part in parts if part), {})
             } or {KEY: np.empty(0, np.int64)}
-        return found
+        return by_section
 
     def _section(self, file: Written, section: str, low: int, high: int) -> Columns:
         """Rows of one file; empty if it has no such section."""
         columns = _columns(self._header(file), section)
         if KEY not in columns:
             return {}
-        first, last = _chosen(file, section, columns[KEY].shape[0], low, high)
-        spans, found = list[_Span](), Columns()
+        first, last = _row_range(file, section, columns[KEY].shape[0], low, high)
+        spans, batch = list[_Span](), Columns()
         for name, tensor in columns.items():
-            found[name] = into = np.empty((last - first, *tensor.shape[1:]), tensor.carrier)
+            batch[name] = into = np.empty((last - first, *tensor.shape[1:]), tensor.carrier)
             row = into.itemsize * int(np.prod(tensor.shape[1:], dtype=np.int64))
             if into.size:
                 spans.append(_Span(tensor.offset + first * row, _writable(into)))
         self._read(file, spans)
-        at = places(found[KEY])
+        at = places(batch[KEY])
         inside = slice(*np.searchsorted(at, np.array([low, high], np.uint64)))
-        return {name: each[inside] for name, each in found.items()}
+        return {name: each[inside] for name, each in batch.items()}
 
     # --- control state ---------------------------------------------------------------------------
 
@@ -293,16 +293,16 @@ class Checkpoint:
             with closing(self._opened(file)):
                 pass
 
-    def verify(self, told: Callable[[int], None] = lambda nbytes: None) -> None:
+    def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read everything and compare all hashes.
 
         Args:
-            told: how many bytes more were read, now and then.
+            progress: how many bytes more were read, now and then.
         """
         for file in self.manifest.files:
             if file.path.endswith(TENSORS):
                 self._header(file)
-            self._read(file, (), every=True, told=told)
+            self._read(file, (), every=True, progress=progress)
 
     # --- bytes -----------------------------------------------------------------------------------
 
@@ -320,7 +320,7 @@ class Checkpoint:
         spans: Sequence[_Span],
         *,
         every: bool = False,
-        told: Callable[[int], None] = lambda nbytes: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """Read the parts of a file that some bytes are in, or every part, and compare hashes."""
         work = [
@@ -345,7 +345,7 @@ class Checkpoint:
                 apart = sum(part.length for part, _ in work) >= APART_BYTES
                 done: Iterable[int] = self._pool.map(take, work) if apart else map(take, work)
                 for length in done:
-                    told(length)
+                    progress(length)
             except OSError as error:
                 raise self._refused(file, "read", error) from error
 
@@ -366,9 +366,9 @@ class Checkpoint:
             raise self._damaged(file, f"it has {size} bytes, and the manifest says {file.size}")
         return opened
 
-    def _compare(self, file: Written, part: Part, found: memoryview) -> None:
-        actual = digest(found)
-        if len(found) == part.length and actual == part.digest:
+    def _compare(self, file: Written, part: Part, data: memoryview) -> None:
+        actual = digest(data)
+        if len(data) == part.length and actual == part.digest:
             return
         names = self._names(file, part)
         raise self._damaged(
@@ -407,9 +407,9 @@ def _writable(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
-def _difference(wanted: Tensor, found: Tensor | None) -> str:
-    was = "is not in it" if found is None else f"was {found.dtype}{list(found.shape)}"
-    return f"{wanted.name!r} {was} and is {wanted.dtype}{list(wanted.shape)} now"
+def _difference(expected: Tensor, actual: Tensor | None) -> str:
+    was = "is not in it" if actual is None else f"was {actual.dtype}{list(actual.shape)}"
+    return f"{expected.name!r} {was} and is {expected.dtype}{list(expected.shape)} now"
 
 
 def _columns(there: dict[str, Tensor], section: str) -> dict[str, Tensor]:
@@ -421,7 +421,7 @@ def _columns(there: dict[str, Tensor], section: str) -> dict[str, Tensor]:
     return {n.removeprefix(lead): each for n, each in there.items() if n.startswith(lead)}
 
 
-def _chosen(file: Written, section: str, rows: int, low: int, high: int) -> tuple[int, int]:
+def _row_range(file: Written, section: str, rows: int, low: int, high: int) -> tuple[int, int]:
     """The rows [first, last) whose chunks may have places in [low, high)."""
     chunks = file.chunks.get(section, ())
     first, last = rows, rows
@@ -457,10 +457,10 @@ def _within(part: Part, inside: Sequence[_Span]) -> memoryview | None:
     return None
 
 
-def _copy(part: Part, found: memoryview, inside: Iterable[_Span]) -> None:
+def _copy(part: Part, data: memoryview, inside: Iterable[_Span]) -> None:
     for each in inside:
         start = max(part.offset, each.offset)
         stop = min(part.offset + part.length, each.offset + len(each.into))
-        each.into[start - each.offset : stop - each.offset] = found[
+        each.into[start - each.offset : stop - each.offset] = data[
             start - part.offset : stop - part.offset
         ]

@@ -87,7 +87,7 @@ def merged(layers: Sequence[Mapping[str, Columns]]) -> Columns:
     Args:
         layers: the first with all rows, then each increment; of each, the sections.
     """
-    keys, layer, row = _left(layers)
+    keys, layer, row = _last_changes(layers)
     order = in_order(keys)
     if len(layers) == 1 and (order == np.arange(order.size)).all():
         return dict(layers[0][ROWS])
@@ -104,16 +104,16 @@ def merged(layers: Sequence[Mapping[str, Columns]]) -> Columns:
     return rows
 
 
-def _left(layers: Sequence[Mapping[str, Columns]]) -> tuple[Keys, Keys, Keys]:
+def _last_changes(layers: Sequence[Mapping[str, Columns]]) -> tuple[Keys, Keys, Keys]:
     """The keys that there are at the end, and for each the layer and the row of its last change."""
     keys = layers[0][ROWS][KEY]
     layer, row = np.zeros(keys.size, np.int64), np.arange(keys.size)
     for number, each in enumerate(layers[1:], 1):
         changed = each[ROWS][KEY]
-        left = ~np.isin(keys, np.concatenate((changed, each[REMOVED][KEY])))
-        keys = np.concatenate((keys[left], changed))
-        layer = np.concatenate((layer[left], np.full(changed.size, number)))
-        row = np.concatenate((row[left], np.arange(changed.size)))
+        unchanged = ~np.isin(keys, np.concatenate((changed, each[REMOVED][KEY])))
+        keys = np.concatenate((keys[unchanged], changed))
+        layer = np.concatenate((layer[unchanged], np.full(changed.size, number)))
+        row = np.concatenate((row[unchanged], np.arange(changed.size)))
     return keys, layer, row
 
 
@@ -121,8 +121,8 @@ def _update(rows: Columns, used: Columns, older: npt.NDArray[np.bool_]) -> None:
     """Overwrite some columns of rows by those of `used`, where the rows are older."""
     order = np.argsort(rows[KEY])
     at = np.searchsorted(rows[KEY], used[KEY], sorter=order)
-    found = order[np.minimum(at, order.size - 1)]
-    there = (rows[KEY][found] == used[KEY]) & older[found]
+    index = order[np.minimum(at, order.size - 1)]
+    there = (rows[KEY][index] == used[KEY]) & older[index]
     for name, values in used.items():
         if name != KEY:
-            rows[name][found[there]] = values[there]
+            rows[name][index[there]] = values[there]

@@ -103,10 +103,10 @@ class LoadedTable:
         """Keys that wait for admission."""
         if not self._waits:
             return None
-        found = self._saved.admission(self.spec.group_name, *self._place)
-        keys = found[KEY]
-        counts = found.get(COUNT, np.zeros(0, np.uint32))
-        old = found.get(OLD, np.zeros(0, np.uint8)) != 0
+        rows = self._saved.admission(self.spec.group_name, *self._place)
+        keys = rows[KEY]
+        counts = rows.get(COUNT, np.zeros(0, np.uint32))
+        old = rows.get(OLD, np.zeros(0, np.uint8)) != 0
         return (keys[~old], counts[~old]), (keys[old], counts[old])
 
     def batches(self, layout: RowLayout) -> Iterator[CutRows]:
@@ -158,9 +158,9 @@ class LoadedShard:
         self.groups = tuple(
             _group(records, each.id, shard, shards, workers) for each in records[0].groups
         )
-        found = {each.spec.block: each for each in records[0].blocks}
+        saved_blocks = {each.spec.block: each for each in records[0].blocks}
         self.blocks = {
-            spec.block: LoadedBlock(saved, spec, found[spec.block], shard)
+            spec.block: LoadedBlock(saved, spec, saved_blocks[spec.block], shard)
             for spec in specs
             if spec.table is None
         }
@@ -188,18 +188,18 @@ class LoadedShard:
 
     def sums_of(self, group: int, blocks: Mapping[int, ShardBlock | KeyedBlock]) -> Sums:
         """What the buffer of a group has, by block."""
-        made = Sums()
+        sums = Sums()
         for record in self._records:
             for each in (one for one in record.sums if one.group == group):
                 block = blocks[each.block]
                 if isinstance(block, KeyedBlock):
-                    self._add_rows(made, record, each, block)
+                    self._add_rows(sums, record, each, block)
                 else:
-                    self._add_range(made, record, each, block)
-        return made
+                    self._add_range(sums, record, each, block)
+        return sums
 
     def _add_range(
-        self, made: Sums, record: ShardRecord, saved: SumRecord, block: ShardBlock
+        self, sums: Sums, record: ShardRecord, saved: SumRecord, block: ShardBlock
     ) -> None:
         """Add what a shard had of a dense block's sum, as far as it lies on this one."""
         same = len(self._records) == self.shards
@@ -208,24 +208,24 @@ class LoadedShard:
         low, high = max(block.low, at), min(block.high, end)
         if record.shard != self.shard if same else low >= high:
             return
-        own = made.setdefault(saved.block, Sum(np.zeros(block.size, block.dtype)))
+        own = sums.setdefault(saved.block, Sum(np.zeros(block.size, block.dtype)))
         assert isinstance(own, Sum)
         path = sums_path(block.spec.group_name, record.shard)
-        found = self._saved.tensor(path, str(saved.block))
-        own.array[low - block.low : high - block.low] = found[low - at : high - at]
+        values = self._saved.tensor(path, str(saved.block))
+        own.array[low - block.low : high - block.low] = values[low - at : high - at]
         none = saved.active is None or own.active is None
         own.active = None if none else {*(own.active or ()), *(saved.active or ())}
         own.hyper, own.count = saved.hyper, max(own.count, saved.count)
 
     def _add_rows(
-        self, made: Sums, record: ShardRecord, saved: SumRecord, block: KeyedBlock
+        self, sums: Sums, record: ShardRecord, saved: SumRecord, block: KeyedBlock
     ) -> None:
         """Add what a shard had of a table's sum, as far as it lies on this one."""
         path = sums_path(block.spec.group_name, record.shard)
         keys = self._saved.tensor(path, f"{saved.block}.{KEY}")
         values = self._saved.tensor(path, f"{saved.block}.{VALUE}")
         here = shard_of(keys, self.shards) == self.shard
-        own = made.setdefault(saved.block, RowSum(block))
+        own = sums.setdefault(saved.block, RowSum(block))
         assert isinstance(own, RowSum)
         header = Gradient(saved.block, 0, 0, hyper=saved.hyper, extent=int(here.sum()))
         own.kept.append((1.0, header, RowGradient(keys[here], values[here])))
@@ -267,13 +267,13 @@ def _group(
 
 
 def _members(
-    lead: GroupRecord, known: Sequence[Member], workers: int
+    lead: GroupRecord, decided: Sequence[Member], workers: int
 ) -> tuple[tuple[int, int, int, int], ...]:
     """The members as of a run that begins: besides those of the cut, the ranks that had ended then
     or were not there."""
     present = [policy for clock, policy in lead.policies if clock <= lead.slowest][-1]
     start = max(lead.slowest, lead.committed) if present.collects else lead.slowest
-    going = {each.rank for each in known if each.state not in (LEFT, DEAD)}
-    found = {rank: (rank, 0, 0, start) for rank in range(workers) if rank not in going}
-    found |= {each[0]: each for each in lead.members}
-    return tuple(each for _, each in sorted(found.items()))
+    going = {each.rank for each in decided if each.state not in (LEFT, DEAD)}
+    members = {rank: (rank, 0, 0, start) for rank in range(workers) if rank not in going}
+    members |= {each[0]: each for each in lead.members}
+    return tuple(each for _, each in sorted(members.items()))

@@ -83,15 +83,15 @@ def shard_records(saved: Checkpoint) -> tuple[ShardRecord, ...]:
     Raises:
         CheckpointDamaged: one cannot be read.
     """
-    made = []
+    records = []
     for shard in range(saved.manifest.cut.shards):
         path = shard_path(shard)
         try:
-            made.append(msgspec.msgpack.decode(saved.message(path), type=ShardRecord))
+            records.append(msgspec.msgpack.decode(saved.message(path), type=ShardRecord))
         except msgspec.MsgspecError as error:
             raise CheckpointDamaged(
                 f"checkpoint {saved.manifest.name} is damaged: {path} is no record of a shard: "
                 f"{error}",
                 fix="use the checkpoint before",
             ) from None
-    return tuple(made)
+    return tuple(records)

@@ -149,16 +149,16 @@ def _write_record(writer: Writer, record: ShardRecord) -> None:
 def _write_sums(writer: Writer, part: ShardCut, record: ShardRecord) -> None:
     """Write what buffers have; a cut's sums stay as they are."""
     names = {group.id: group.name for group in record.groups}
-    found = dict[int, dict[str, tuple[str, Array]]]()
+    by_group = dict[int, dict[str, tuple[str, Array]]]()
     for each in record.sums:
-        own, arrays = part.sums[each.group][each.block], found.setdefault(each.group, {})
+        own, arrays = part.sums[each.group][each.block], by_group.setdefault(each.group, {})
         if isinstance(own, RowSum):
             keys, values = own.array
             arrays[f"{each.block}.{KEY}"] = keys.dtype.name, keys
             arrays[f"{each.block}.{VALUE}"] = values.dtype.name, values
         else:
             arrays[str(each.block)] = own.array.dtype.name, own.array
-    for group, arrays in found.items():
+    for group, arrays in by_group.items():
         writer.tensors(sums_path(names[group], part.shard), arrays)
 
 
@@ -208,14 +208,14 @@ class _Rows:
             columns[STATE] = Column("float32", (layout.state_words,))
         if layout.counted:
             columns[COUNT] = Column("uint32")
-        made = {ROWS: Section(self.rows.size, {**columns, **uses})}
+        sections = {ROWS: Section(self.rows.size, {**columns, **uses})}
         if self._removed.size:
-            made[REMOVED] = Section(self._removed.size, {})
+            sections[REMOVED] = Section(self._removed.size, {})
         if self.used.size:
-            made[USED] = Section(self.used.size, uses)
+            sections[USED] = Section(self.used.size, uses)
         if self._waiting is not None:
-            made[ADMISSION] = Section(self._waiting[KEY].size, WAITING)
-        return made
+            sections[ADMISSION] = Section(self._waiting[KEY].size, WAITING)
+        return sections
 
     def write_used(self, file: TableFile, part: slice, uses: Keys) -> None:
         """Write the last use of some rows of which only that is written."""
@@ -253,19 +253,19 @@ def _write_table(writer: Writer, part: ShardCut, copy: TableCopy, buffer: Array)
     """Write the rows of a table that a checkpoint is to have, by way of `buffer`."""
     while copy.find_free(KEYS_AT_ONCE) or copy.find_waiting(KEYS_AT_ONCE):
         yield _nothing
-    wanted = yield copy.wanted
-    keys = np.empty(wanted.size, np.int64)
-    for at in range(0, wanted.size, KEYS_AT_ONCE):
+    rows_to_write = yield copy.wanted
+    keys = np.empty(rows_to_write.size, np.int64)
+    for at in range(0, rows_to_write.size, KEYS_AT_ONCE):
         some = slice(at, at + KEYS_AT_ONCE)
-        keys[some] = copy.keys_of(wanted[some])
+        keys[some] = copy.keys_of(rows_to_write[some])
         yield _nothing
-    rows = yield partial(_Rows, copy, wanted, keys, copy.candidates)
+    rows = yield partial(_Rows, copy, rows_to_write, keys, copy.candidates)
     name, full = copy.spec.group_name, copy.changed is None
     file = yield partial(writer.rows, name, part.shard, rows.sections, full=full)
     at_once = max(1, PIECE_BYTES // (4 * copy.layout.words))
     for at in range(0, rows.rows.size, at_once):
-        found, uses = yield from _copied(copy, rows.rows[at : at + at_once], buffer)
-        yield partial(_write_rows, file, copy.layout, found, uses)
+        batch, uses = yield from _copied(copy, rows.rows[at : at + at_once], buffer)
+        yield partial(_write_rows, file, copy.layout, batch, uses)
     yield partial(rows.write_removed, file)
     for at in range(0, rows.used.size, ROWS_AT_ONCE):
         some = slice(at, at + ROWS_AT_ONCE)
@@ -291,8 +291,8 @@ def _copied(
     return CutRows(keys, raw), uses
 
 
-def _write_rows(file: TableFile, layout: RowLayout, found: CutRows, uses: Keys | None) -> None:
-    columns = {KEY: found.keys, **layout.parts(found.raw)}
+def _write_rows(file: TableFile, layout: RowLayout, batch: CutRows, uses: Keys | None) -> None:
+    columns = {KEY: batch.keys, **layout.parts(batch.raw)}
     file.write(ROWS, columns if uses is None else {**columns, **_uses(uses)})
 
 

@@ -138,8 +138,8 @@ class Storage(ABC):
         with closing(self.open(path)) as file:
             size = file.size()
             check_small(size)
-            found = bytearray(size)
-            return bytes(found[: read_fully(file, 0, memoryview(found))])
+            data = bytearray(size)
+            return bytes(data[: read_fully(file, 0, memoryview(data))])
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file and sync it; its folder is the caller's business."""
@@ -208,8 +208,8 @@ class LocalFile(File):
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, stop - start, start)
 
     def identity(self) -> tuple[int, int]:
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
 
     def close(self) -> None:
         os.close(self._fd)
@@ -247,8 +247,8 @@ class LocalFolder(Storage):
         return True
 
     def entries(self, path: str) -> list[Entry]:
-        with os.scandir(self._root / path) as found:
-            return sorted(Entry(each.name, each.is_dir(follow_symlinks=False)) for each in found)
+        with os.scandir(self._root / path) as entries:
+            return sorted(Entry(each.name, each.is_dir(follow_symlinks=False)) for each in entries)
 
     def open(self, path: str, write: bool = False) -> File:
         # A pipe in a file's place is read as an empty file, and not waited for.
@@ -280,20 +280,20 @@ def write_fully(file: File, offset: int, data: Buffer) -> None:
     """Write all of it, in as many calls as that takes."""
     rest = memoryview(data).cast("B")
     while rest:
-        taken = file.write(offset, rest)
-        if taken <= 0:
+        count = file.write(offset, rest)
+        if count <= 0:
             raise OSError(errno.EIO, "a write took no byte")
-        offset, rest = offset + taken, rest[taken:]
+        offset, rest = offset + count, rest[count:]
 
 
 def read_fully(file: File, offset: int, into: memoryview) -> int:
     """Read until the buffer is full or the file ends; how many bytes came."""
     done = 0
     while done < len(into):
-        came = file.read(offset + done, into[done:])
-        if came == 0:
+        count = file.read(offset + done, into[done:])
+        if count == 0:
             break
-        done += came
+        done += count
     return done
 
 
@@ -322,8 +322,8 @@ def telling(storage: Storage, what: str) -> Iterator[None]:
             fix = "put a file in place of the link, or name another folder"
         elif error.errno == errno.ENOENT:
             fix = storage.shared
-        told = error.strerror or str(error)
-        raise CheckpointError(f"{what}, in {storage.where}: {told}", fix=fix) from error
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{what}, in {storage.where}: {reason}", fix=fix) from error
 
 
 def not_reached(storage: Storage, error: StoreFailed) -> CheckpointError:

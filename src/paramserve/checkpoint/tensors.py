@@ -77,7 +77,7 @@ class Layout(NamedTuple):
     size: int
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True):
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     """What a header says of one tensor."""
 
     dtype: str
@@ -91,21 +91,21 @@ def layout(tensors: Iterable[Tensor]) -> Layout:
     The same tensors give the same bytes everywhere. The first tensor begins at a multiple of
     `ALIGN`.
     """
-    told, placed, end = dict[str, _Told](), list[Tensor](), 0
+    entries, placed, end = dict[str, _Entry](), list[Tensor](), 0
     for each in tensors:
         if each.name == METADATA:
             raise ValueError(f"no tensor of a safetensors file can be called {METADATA!r}")
-        if each.name in told:
+        if each.name in entries:
             raise ValueError(f"two tensors are called {each.name!r}")
-        told[each.name] = _Told(KINDS[each.dtype], each.shape, (end, end + each.nbytes))
+        entries[each.name] = _Entry(KINDS[each.dtype], each.shape, (end, end + each.nbytes))
         placed.append(each._replace(offset=end))
         end += each.nbytes
-    text = msgspec.json.encode(told)
+    text = msgspec.json.encode(entries)
     text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGN)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     start = len(header)
-    found = {each.name: each._replace(offset=start + each.offset) for each in placed}
-    return Layout(header, found, start + end)
+    placed_tensors = {each.name: each._replace(offset=start + each.offset) for each in placed}
+    return Layout(header, placed_tensors, start + end)
 
 
 def header_bytes(head: bytes) -> int:
@@ -134,19 +134,19 @@ def parse(header: bytes, size: int) -> dict[str, Tensor]:
     if header_bytes(header[:LENGTH_BYTES]) != len(header):
         raise ValueError(f"its header has {len(header)} bytes and names another length")
     try:
-        told = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, Any])
-        told.pop(METADATA, None)
-        parts = msgspec.convert(told, type=dict[str, _Told])
+        entries = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, Any])
+        entries.pop(METADATA, None)
+        parts = msgspec.convert(entries, type=dict[str, _Entry])
     except msgspec.MsgspecError as error:
         raise ValueError(f"its header is no header of safetensors: {error}") from None
-    found, end, start = dict[str, Tensor](), 0, len(header)
+    tensors, end, start = dict[str, Tensor](), 0, len(header)
     for name, each in sorted(parts.items(), key=lambda item: item[1].data_offsets):
         if each.dtype not in DTYPES:
             raise ValueError(f"the tensor {name!r} has the unknown dtype {each.dtype!r}")
         low, high = each.data_offsets
-        found[name] = Tensor(name, DTYPES[each.dtype], each.shape, start + low)
+        tensors[name] = Tensor(name, DTYPES[each.dtype], each.shape, start + low)
         negative = min(each.shape, default=0) < 0
-        if negative or low != end or high - low != found[name].nbytes:
+        if negative or low != end or high - low != tensors[name].nbytes:
             raise ValueError(
                 f"the tensor {name!r} of shape {each.shape} cannot lie at bytes {low} to {high} "
                 f"behind byte {end}"
@@ -154,7 +154,7 @@ def parse(header: bytes, size: int) -> dict[str, Tensor]:
         end = high
     if start + end != size:
         raise ValueError(f"its tensors end at byte {start + end}, and it has {size}")
-    return found
+    return tensors
 
 
 def dense(blocks: Iterable[BlockSpec]) -> Layout:

@@ -68,13 +68,13 @@ class _Output:
         """Written so far, and passed on where that is another step."""
         return self._written + self._file.sent
 
-    def put(self, offset: int, given: Buffer) -> None:
+    def put(self, offset: int, content: Buffer) -> None:
         """Write bytes to their place, in parts.
 
         Raises:
             CheckpointError: the storage failed.
         """
-        data = memoryview(given).cast("B")
+        data = memoryview(content).cast("B")
         with telling(self._storage, self._what):
             while data:
                 part = data[:PART_BYTES]
@@ -119,17 +119,17 @@ class DenseFile:
         self, output: _Output, blocks: Sequence[BlockSpec], shard: int, whole: Layout
     ) -> None:
         self._output = output
-        self._left: dict[int, tuple[int, int, Tensor]] = {}
+        self._gaps: dict[int, tuple[int, int, Tensor]] = {}
         """By block: where its next elements go, where its range ends, and its first tensor."""
         for block in in_order(blocks):
             low, high = block.cuts[shard], block.cuts[shard + 1]
             first = whole.tensors[block.pieces[0].name]
             itemsize = first.carrier.itemsize
             start, stop = first.offset + low * itemsize, first.offset + high * itemsize
-            self._left[block.block] = start, stop, first
+            self._gaps[block.block] = start, stop, first
         if any(len(block.cuts) > 2 for block in blocks):
             header = [(0, len(whole.header))] if shard == 0 else []
-            output.share([*header, *((start, stop) for start, stop, _ in self._left.values())])
+            output.share([*header, *((start, stop) for start, stop, _ in self._gaps.values())])
         if shard == 0:
             output.put(0, whole.header)
 
@@ -140,21 +140,21 @@ class DenseFile:
             ValueError: they have another dtype, or are too many. CheckpointError: the storage
                 failed.
         """
-        start, stop, first = self._left[block]
+        start, stop, first = self._gaps[block]
         if start + elements.nbytes > stop:
             raise self._wrong(block, start + elements.nbytes)
         self._output.put_elements(start, elements, first)
-        self._left[block] = start + elements.nbytes, stop, first
+        self._gaps[block] = start + elements.nbytes, stop, first
 
     def _wrong(self, block: int, end: int) -> ValueError:
         return ValueError(
-            f"{self._output.path}: block {block} ends at byte {self._left[block][1]} on this "
+            f"{self._output.path}: block {block} ends at byte {self._gaps[block][1]} on this "
             f"shard, and the arrays end at byte {end}"
         )
 
     def finish(self, path: str) -> Written:
         """As `_Output.finish`. Raises `ValueError`: a block is not whole."""
-        for block, (start, stop, _) in self._left.items():
+        for block, (start, stop, _) in self._gaps.items():
             if start != stop:
                 raise self._wrong(block, start)
         return self._output.finish(path)
@@ -193,30 +193,30 @@ class TableFile:
             ValueError: they have other columns, are out of order, or too many. CheckpointError: the
                 storage failed.
         """
-        keys, given, path = batch[KEY], self._sections[section], self._output.path
+        keys, section_spec, path = batch[KEY], self._sections[section], self._output.path
         if not keys.size:
             return
         at, done = places(keys), self._done[section]
         ordered = int(at[0]) >= self._last[section] and not (at[1:] < at[:-1]).any()
-        if batch.keys() != {KEY, *given.columns} or not ordered:
+        if batch.keys() != {KEY, *section_spec.columns} or not ordered:
             raise ValueError(f"{path}: {section} of columns {list(batch)} are not in order")
-        if done + keys.size > given.rows:
-            raise ValueError(f"{path}: {section} has {given.rows} rows, and more came")
+        if done + keys.size > section_spec.rows:
+            raise ValueError(f"{path}: {section} has {section_spec.rows} rows, and more came")
         self._chunks[section].append(Chunk(done, int(at[0])))
         for name, values in batch.items():
             tensor = self._tensors[tensor_name(section, name)]
             if values.shape != (keys.size, *tensor.shape[1:]):
                 raise ValueError(f"{path}: {section}: {name} has the shape {values.shape}")
-            row = tensor.nbytes // given.rows
+            row = tensor.nbytes // section_spec.rows
             self._output.put_elements(tensor.offset + done * row, values, tensor)
         self._done[section], self._last[section] = done + keys.size, int(at[-1])
 
     def finish(self, path: str) -> Written:
         """As `_Output.finish`. Raises `ValueError`: rows are missing."""
-        for section, given in self._sections.items():
+        for section, section_spec in self._sections.items():
             done = self._done[section]
-            if done != given.rows:
-                raise ValueError(f"{path}: {section} has {given.rows} rows, and {done} came")
+            if done != section_spec.rows:
+                raise ValueError(f"{path}: {section} has {section_spec.rows} rows, and {done} came")
         chunks = {section: tuple(each) for section, each in self._chunks.items()}
         written = self._output.finish(path)
         return structs.replace(written, chunks=chunks, table=self._table, full=self._full)
@@ -301,9 +301,9 @@ class Writer:
         """
         path = table_path(table, shard)
         whole = layout(
-            Tensor(tensor_name(section, name), column.dtype, (given.rows, *column.shape))
-            for section, given in sections.items()
-            for name, column in {KEY: KEYS, **given.columns}.items()
+            Tensor(tensor_name(section, name), column.dtype, (section_spec.rows, *column.shape))
+            for section, section_spec in sections.items()
+            for name, column in {KEY: KEYS, **section_spec.columns}.items()
         )
         output = self._open(path, whole, header=True)
         file = self._files[path] = TableFile(output, table, sections, whole, full)
@@ -346,11 +346,11 @@ class Writer:
         Raises:
             ValueError: a file is not whole. CheckpointError: the storage failed.
         """
-        made = [each.finish(f"{self._name}/{path}") for path, each in self._files.items()]
+        written = [each.finish(f"{self._name}/{path}") for path, each in self._files.items()]
         for folder in reversed(self._folders):
             with telling(self._storage, self._what(folder)):
                 self._storage.sync_folder(folder)
-        return tuple(made)
+        return tuple(written)
 
     def _open(self, path: str, whole: Layout, *, header: bool) -> _Output:
         if path in self._files:
@@ -366,12 +366,12 @@ class Writer:
                     self._storage.make_folder(folder)
                     self._folders[folder] = True
             opened = self._storage.open(whole_path, write=True)
-        made = _Output(opened, path, whole.size, self._storage, self._what(path))
-        self._files[path] = made
-        self._outputs.append(made)
+        output = _Output(opened, path, whole.size, self._storage, self._what(path))
+        self._files[path] = output
+        self._outputs.append(output)
         if header:
-            made.put(0, whole.header)
-        return made
+            output.put(0, whole.header)
+        return output
 
     def _what(self, path: str) -> str:
         return f"checkpoint {self._name} was not written: {path or 'the folder'}"
