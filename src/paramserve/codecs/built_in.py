@@ -154,8 +154,8 @@ class Integers(Blockwise):
 
     def _encode(self, kernel: Any, values: Floats, out: Bytes, seed: int) -> int:
         scales, rest = self._parts(out, values.size)
-        drawn = int(self.rounding == "stochastic")
-        kernel(values, scales, rest, self.block, drawn, seed & 0xFFFFFFFF)
+        random = int(self.rounding == "stochastic")
+        kernel(values, scales, rest, self.block, random, seed & 0xFFFFFFFF)
         return self.size(values.size)
 
 

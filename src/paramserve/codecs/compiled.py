@@ -56,8 +56,8 @@ def kernels_of(codecs: Collection[str], *, rows: bool) -> Kernels:
     """
     if not codecs:
         return {}
-    known = ON_TENSORS.keys()
-    codecs = codecs if known >= {*codecs} else known
+    tensor_codecs = ON_TENSORS.keys()
+    codecs = codecs if tensor_codecs >= {*codecs} else tensor_codecs
     names = {each for codec in codecs for each in ON_TENSORS[codec]}
     if rows:
         names |= {*ON_KEYS} | {each for codec in codecs for each in ON_ROWS.get(codec, ())}

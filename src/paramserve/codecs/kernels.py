@@ -84,7 +84,7 @@ def noise(seed: Any, i: Any) -> Any:
 
 
 @inlined
-def drawn(value: Any, factor: Any, levels: Any, seed: Any, i: Any) -> Any:
+def draw_level(value: Any, factor: Any, levels: Any, seed: Any, i: Any) -> Any:
     """A level, rounded up or down at random. The largest value has `levels` to within a rounding
     error, which noise of almost 0.5 would make the next one: that has another sign."""
     y = value * factor + noise(seed, i)
@@ -126,27 +126,27 @@ def to_int8(values: Array, scales: Array, out: Array, block: int, random: int, s
     levels = np.float32(127.0)
     for number in range(scales.size):
         start = number * block
-        given, bytes_of = values[start : start + block], out[start : start + block]
-        largest = largest_of(given)
+        span, bytes_of = values[start : start + block], out[start : start + block]
+        largest = largest_of(span)
         factor = steps_of(largest, levels)
         scales[number] = scale_of(largest, levels, factor)
         if random:
             own = U(seed + start)
-            for i in range(given.size):
-                bytes_of[i] = np.uint8(drawn(given[i], factor, levels, own, i))
+            for i in range(span.size):
+                bytes_of[i] = np.uint8(draw_level(span[i], factor, levels, own, i))
         else:
-            for i in range(given.size):
-                bytes_of[i] = np.uint8(np.int32(reinterpreted(given[i] * factor + MAGIC)))
+            for i in range(span.size):
+                bytes_of[i] = np.uint8(np.int32(reinterpreted(span[i] * factor + MAGIC)))
 
 
 @kernel
 def from_int8(data: Array, scales: Array, out: Array, block: int) -> None:
     for number in range(scales.size):
         start = number * block
-        bytes_of, found = data[start : start + block], out[start : start + block]
+        bytes_of, span = data[start : start + block], out[start : start + block]
         scale = scales[number]
-        for i in range(found.size):
-            found[i] = np.float32(np.int8(bytes_of[i])) * scale
+        for i in range(span.size):
+            span[i] = np.float32(np.int8(bytes_of[i])) * scale
 
 
 @inlined
@@ -156,7 +156,7 @@ def nibble(value: Any, factor: Any) -> Any:
 
 @inlined
 def drawn_nibble(value: Any, factor: Any, seed: Any, i: Any) -> Any:
-    return np.int32(drawn(value, factor, np.float32(7.0), seed, i) & np.int32(15))
+    return np.int32(draw_level(value, factor, np.float32(7.0), seed, i) & np.int32(15))
 
 
 @kernel
@@ -165,23 +165,23 @@ def to_int4(values: Array, scales: Array, out: Array, block: int, random: int, s
     levels = np.float32(7.0)
     for number in range(scales.size):
         start = number * block
-        given, bytes_of = values[start : start + block], out[start // 2 :]
-        largest, own, pairs = largest_of(given), U(seed + start), given.size // 2
+        span, bytes_of = values[start : start + block], out[start // 2 :]
+        largest, own, pairs = largest_of(span), U(seed + start), span.size // 2
         factor = steps_of(largest, levels)
         scales[number] = scale_of(largest, levels, factor)
         if random:
             for i in range(pairs):
-                low = drawn_nibble(given[2 * i], factor, own, 2 * i)
-                high = drawn_nibble(given[2 * i + 1], factor, own, 2 * i + 1)
+                low = drawn_nibble(span[2 * i], factor, own, 2 * i)
+                high = drawn_nibble(span[2 * i + 1], factor, own, 2 * i + 1)
                 bytes_of[i] = np.uint8(low | np.int32(high << 4))
         else:
             for i in range(pairs):
-                low, high = nibble(given[2 * i], factor), nibble(given[2 * i + 1], factor)
+                low, high = nibble(span[2 * i], factor), nibble(span[2 * i + 1], factor)
                 bytes_of[i] = np.uint8(low | np.int32(high << 4))
-        if given.size % 2:
-            last, alone = given.size - 1, nibble(given[-1], factor)
+        if span.size % 2:
+            last, alone = span.size - 1, nibble(span[-1], factor)
             if random:
-                alone = drawn_nibble(given[-1], factor, own, last)
+                alone = drawn_nibble(span[-1], factor, own, last)
             bytes_of[pairs] = np.uint8(alone)
 
 
@@ -195,14 +195,14 @@ def signed(four: Any) -> Any:
 def from_int4(data: Array, scales: Array, out: Array, block: int) -> None:
     for number in range(scales.size):
         start = number * block
-        bytes_of, found = data[start // 2 :], out[start : start + block]
-        scale, pairs = scales[number], found.size // 2
+        bytes_of, span = data[start // 2 :], out[start : start + block]
+        scale, pairs = scales[number], span.size // 2
         for i in range(pairs):
             both = bytes_of[i]
-            found[2 * i] = signed(both & np.uint8(15)) * scale
-            found[2 * i + 1] = signed(both >> np.uint8(4)) * scale
-        if found.size % 2:
-            found[2 * pairs] = signed(bytes_of[pairs] & np.uint8(15)) * scale
+            span[2 * i] = signed(both & np.uint8(15)) * scale
+            span[2 * i + 1] = signed(both >> np.uint8(4)) * scale
+        if span.size % 2:
+            span[2 * pairs] = signed(bytes_of[pairs] & np.uint8(15)) * scale
 
 
 OUTER = 1.2303
@@ -304,31 +304,31 @@ def byte_of(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @inlined
-def to_pairs(given: Array, bytes_of: Array, limit: Any) -> None:
-    for at in range(given.size // 4):
-        a, b = pair(given[4 * at], limit), pair(given[4 * at + 1], limit)
-        c, d = pair(given[4 * at + 2], limit), pair(given[4 * at + 3], limit)
+def to_pairs(span: Array, bytes_of: Array, limit: Any) -> None:
+    for at in range(span.size // 4):
+        a, b = pair(span[4 * at], limit), pair(span[4 * at + 1], limit)
+        c, d = pair(span[4 * at + 2], limit), pair(span[4 * at + 3], limit)
         bytes_of[at] = byte_of(a, b, c, d)
-    first, bits = given.size & ~3, U(0)
-    for i in range(given.size & 3):
-        bits = U(bits | U(pair(given[first + i], limit) << U(2 * i)))
-    if given.size & 3:
+    first, bits = span.size & ~3, U(0)
+    for i in range(span.size & 3):
+        bits = U(bits | U(pair(span[first + i], limit) << U(2 * i)))
+    if span.size & 3:
         bytes_of[first // 4] = np.uint8(bits)
 
 
 @inlined
-def to_drawn_pairs(given: Array, bytes_of: Array, inner: Any, outer: Any, seed: Any) -> None:
-    for at in range(given.size // 4):
-        a = drawn_pair(given[4 * at], inner, outer, seed, 4 * at)
-        b = drawn_pair(given[4 * at + 1], inner, outer, seed, 4 * at + 1)
-        c = drawn_pair(given[4 * at + 2], inner, outer, seed, 4 * at + 2)
-        d = drawn_pair(given[4 * at + 3], inner, outer, seed, 4 * at + 3)
+def to_drawn_pairs(span: Array, bytes_of: Array, inner: Any, outer: Any, seed: Any) -> None:
+    for at in range(span.size // 4):
+        a = drawn_pair(span[4 * at], inner, outer, seed, 4 * at)
+        b = drawn_pair(span[4 * at + 1], inner, outer, seed, 4 * at + 1)
+        c = drawn_pair(span[4 * at + 2], inner, outer, seed, 4 * at + 2)
+        d = drawn_pair(span[4 * at + 3], inner, outer, seed, 4 * at + 3)
         bytes_of[at] = byte_of(a, b, c, d)
-    first, bits = given.size & ~3, U(0)
-    for i in range(given.size & 3):
-        code = drawn_pair(given[first + i], inner, outer, seed, first + i)
+    first, bits = span.size & ~3, U(0)
+    for i in range(span.size & 3):
+        code = drawn_pair(span[first + i], inner, outer, seed, first + i)
         bits = U(bits | U(code << U(2 * i)))
-    if given.size & 3:
+    if span.size & 3:
         bytes_of[first // 4] = np.uint8(bits)
 
 
@@ -338,22 +338,22 @@ def to_int2(values: Array, scales: Array, out: Array, block: int, random: int, s
     one byte for four values, the first one's in the low bits. A block is a multiple of 4."""
     for number in range(scales.size):
         start = number * block
-        given, bytes_of = values[start : start + block], out[start // 4 :]
-        largest = largest_of(given)
+        span, bytes_of = values[start : start + block], out[start // 4 :]
+        largest = largest_of(span)
         factor = steps_of(largest, PARTS)
         if random:
             part = np.float64(largest) / np.float64(PARTS)
-            mean = np.float64(total_of(given, factor)) / given.size * part
+            mean = np.float64(total_of(span, factor)) / span.size * part
             low, high = lower_half(np.float32(mean)), upper_half(largest)
             high = high if factor > ZERO else U(0)
         else:
-            low, high = means_of(given, factor, largest)
+            low, high = means_of(span, factor, largest)
         scales[number] = reinterpreted(np.int32(U(low | U(high << U(16)))))
         inner, outer = of_half(low), of_half(high)
         if random:
-            to_drawn_pairs(given, bytes_of, inner, outer, U(seed + start))
+            to_drawn_pairs(span, bytes_of, inner, outer, U(seed + start))
         else:
-            to_pairs(given, bytes_of, HALF * inner + HALF * outer)
+            to_pairs(span, bytes_of, HALF * inner + HALF * outer)
 
 
 @inlined
@@ -367,18 +367,18 @@ def level(code: Any, inner: Any, outer: Any) -> Any:
 def from_int2(data: Array, scales: Array, out: Array, block: int) -> None:
     for number in range(scales.size):
         start = number * block
-        bytes_of, found = data[start // 4 :], out[start : start + block]
+        bytes_of, span = data[start // 4 :], out[start : start + block]
         both = U(np.int32(reinterpreted(scales[number])))
         inner, outer = U(both << U(16)), U(both & U(0xFFFF0000))
-        for at in range(found.size // 4):
+        for at in range(span.size // 4):
             four = bytes_of[at]
-            found[4 * at] = level(four, inner, outer)
-            found[4 * at + 1] = level(four >> np.uint8(2), inner, outer)
-            found[4 * at + 2] = level(four >> np.uint8(4), inner, outer)
-            found[4 * at + 3] = level(four >> np.uint8(6), inner, outer)
-        first = found.size & ~3
-        for i in range(found.size & 3):
-            found[first + i] = level(bytes_of[first // 4] >> np.uint8(2 * i), inner, outer)
+            span[4 * at] = level(four, inner, outer)
+            span[4 * at + 1] = level(four >> np.uint8(2), inner, outer)
+            span[4 * at + 2] = level(four >> np.uint8(4), inner, outer)
+            span[4 * at + 3] = level(four >> np.uint8(6), inner, outer)
+        first = span.size & ~3
+        for i in range(span.size & 3):
+            span[first + i] = level(bytes_of[first // 4] >> np.uint8(2 * i), inner, outer)
 
 
 @kernel
@@ -388,56 +388,56 @@ def to_signs(values: Array, scales: Array, out: Array, block: int) -> None:
     lanes = np.empty(8, np.float64)
     for number in range(scales.size):
         start = number * block
-        given, bytes_of = values[start : start + block], out[start // 8 :]
-        whole = given.size // 8
+        span, bytes_of = values[start : start + block], out[start // 8 :]
+        whole = span.size // 8
         lanes[:] = 0.0
         for byte in range(whole):
-            eight, bits = given[8 * byte : 8 * byte + 8], U(0)
+            eight, bits = span[8 * byte : 8 * byte + 8], U(0)
             for i in range(8):
                 lanes[i] += np.float64(abs(eight[i]))
                 sign = U(U(np.int32(reinterpreted(eight[i]))) >> U(31))
                 bits = U(bits | U(sign << U(i)))
             bytes_of[byte] = np.uint8(bits)
         total = lanes.sum()
-        left = given[8 * whole :]
-        if left.size:
+        tail = span[8 * whole :]
+        if tail.size:
             bits = U(0)
-            for i in range(left.size):
-                total += np.float64(abs(left[i]))
-                sign = U(U(np.int32(reinterpreted(left[i]))) >> U(31))
+            for i in range(tail.size):
+                total += np.float64(abs(tail[i]))
+                sign = U(U(np.int32(reinterpreted(tail[i]))) >> U(31))
                 bits = U(bits | U(sign << U(i)))
             bytes_of[whole] = np.uint8(bits)
-        scales[number] = np.float32(total / given.size)
+        scales[number] = np.float32(total / span.size)
 
 
 @kernel
 def from_signs(data: Array, scales: Array, out: Array, block: int) -> None:
     for number in range(scales.size):
         start = number * block
-        found, scale = out[start : start + block], scales[number]
+        span, scale = out[start : start + block], scales[number]
         bytes_of = data[start // 8 :]
-        for i in range(found.size):
+        for i in range(span.size):
             below = U(U(bytes_of[i // 8]) >> U(i % 8)) & U(1)
-            found[i] = -scale if below else scale
+            span[i] = -scale if below else scale
 
 
 # --- the largest of all ----------------------------------------------------------------------
 
 
 @kernel
-def choose_largest(bits: Array, k: int, counts: Array, chosen: Array) -> None:
+def choose_largest(bits: Array, k: int, counts: Array, places: Array) -> None:
     """The places, rising, of the `k` values of the largest size; of equal ones the first.
 
     Args:
         counts: uint32 [BINS] of any content.
-        chosen: uint32 [k], gets them.
+        places: uint32 [k], gets them.
     """
     counts[:] = U(0)
     for i in range(bits.size):
         counts[(bits[i] & LARGEST) >> U(16)] += U(1)
-    top, left = BINS - 1, k
-    while counts[top] < left:
-        left -= counts[top]
+    top, remaining = BINS - 1, k
+    while counts[top] < remaining:
+        remaining -= counts[top]
         top -= 1
     counts[:] = U(0)
     high = U(top)
@@ -446,19 +446,19 @@ def choose_largest(bits: Array, k: int, counts: Array, chosen: Array) -> None:
         if size >> U(16) == high:
             counts[size & U(0xFFFF)] += U(1)
     low = BINS - 1
-    while counts[low] < left:
-        left -= counts[low]
+    while counts[low] < remaining:
+        remaining -= counts[low]
         low -= 1
     least, at = (high << U(16)) | U(low), 0
     for i in range(bits.size):
         size = bits[i] & LARGEST
         if size > least:
-            chosen[at] = U(i)
+            places[at] = U(i)
             at += 1
-        elif size == least and left > 0:
-            chosen[at] = U(i)
+        elif size == least and remaining > 0:
+            places[at] = U(i)
             at += 1
-            left -= 1
+            remaining -= 1
 
 
 @kernel
@@ -505,7 +505,7 @@ def from_gaps(data: Array, out: Array, size: int) -> int:
 
 
 @kernel
-def draw_places(count: int, seed: int, chosen: Array) -> None:
+def draw_places(count: int, seed: int, places: Array) -> None:
     """`chosen.size` of `count` places, rising; every choice of as many is equally likely.
 
     Source: Fan, Muller and Rezucha, 1962; Knuth, The Art of Computer Programming, volume 2, 3.4.2,
@@ -513,13 +513,13 @@ def draw_places(count: int, seed: int, chosen: Array) -> None:
 
     Args:
         seed: 32 bits.
-        chosen: uint32 [at most count], gets them.
+        places: uint32 [at most count], gets them.
     """
     own, at, i = U(seed), 0, 0
-    while at < chosen.size:
-        left = np.uint64(hashed(own, i)) * np.uint64(count - i)
-        chosen[at] = U(i)
-        at += 1 if np.int64(left >> np.uint64(32)) < chosen.size - at else 0
+    while at < places.size:
+        product = np.uint64(hashed(own, i)) * np.uint64(count - i)
+        places[at] = U(i)
+        at += 1 if np.int64(product >> np.uint64(32)) < places.size - at else 0
         i += 1
 
 
@@ -555,14 +555,14 @@ _to_signs, _from_signs = inlined(to_signs), inlined(from_signs)
 
 @kernel
 def rows_to_int8(
-    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+    values: Array, scales: Array, out: Array, dim: int, block: int, random: int, seed: int
 ) -> None:
     values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
     blocks = -(-dim // block)
     for row in range(values.size // dim):
         at, first = row * dim, row * blocks
-        given, own = values[at : at + dim], scales[first : first + blocks]
-        _to_int8(given, own, out[at : at + dim], block, drawn, seed + at)
+        span, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int8(span, own, out[at : at + dim], block, random, seed + at)
 
 
 @kernel
@@ -577,14 +577,14 @@ def rows_from_int8(data: Array, scales: Array, out: Array, dim: int, block: int)
 
 @kernel
 def rows_to_int4(
-    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+    values: Array, scales: Array, out: Array, dim: int, block: int, random: int, seed: int
 ) -> None:
     values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
     blocks, width = -(-dim // block), -(-dim // 2)
     for row in range(values.size // dim):
         at, first, byte = row * dim, row * blocks, row * width
-        given, own = values[at : at + dim], scales[first : first + blocks]
-        _to_int4(given, own, out[byte : byte + width], block, drawn, seed + at)
+        span, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int4(span, own, out[byte : byte + width], block, random, seed + at)
 
 
 @kernel
@@ -599,14 +599,14 @@ def rows_from_int4(data: Array, scales: Array, out: Array, dim: int, block: int)
 
 @kernel
 def rows_to_int2(
-    values: Array, scales: Array, out: Array, dim: int, block: int, drawn: int, seed: int
+    values: Array, scales: Array, out: Array, dim: int, block: int, random: int, seed: int
 ) -> None:
     values, scales, out = borrowed(values), borrowed(scales), borrowed(out)
     blocks, width = -(-dim // block), -(-dim // 4)
     for row in range(values.size // dim):
         at, first, byte = row * dim, row * blocks, row * width
-        given, own = values[at : at + dim], scales[first : first + blocks]
-        _to_int2(given, own, out[byte : byte + width], block, drawn, seed + at)
+        span, own = values[at : at + dim], scales[first : first + blocks]
+        _to_int2(span, own, out[byte : byte + width], block, random, seed + at)
 
 
 @kernel
@@ -624,8 +624,8 @@ def rows_to_signs(values: Array, scales: Array, out: Array, dim: int, block: int
     blocks, width = -(-dim // block), -(-dim // 8)
     for row in range(values.size // dim):
         at, first, byte = row * dim, row * blocks, row * width
-        given, own = values[at : at + dim], scales[first : first + blocks]
-        _to_signs(given, own, out[byte : byte + width], block)
+        span, own = values[at : at + dim], scales[first : first + blocks]
+        _to_signs(span, own, out[byte : byte + width], block)
 
 
 @kernel

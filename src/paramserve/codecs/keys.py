@@ -59,13 +59,13 @@ def read_keys(data: Bytes, count: int, least: int) -> Keys:
     if not 0 <= count <= data.size <= KEY_BYTES * count:
         raise ValueError(f"{data.size} bytes came for {count} keys")
     if data.size == KEY_BYTES * count:
-        found: Any = data.view(np.uint64).copy()
-        before, after = found[:-1], found[1:]
+        numbers: Any = data.view(np.uint64).copy()
+        before, after = numbers[:-1], numbers[1:]
         good = bool((after > before).all() if least else (after >= before).all())
     else:
-        found = np.empty(count, np.uint64)
-        good = codec_kernels().from_key_gaps(data, found, least) == data.size
+        numbers = np.empty(count, np.uint64)
+        good = codec_kernels().from_key_gaps(data, numbers, least) == data.size
     if not good:
         raise ValueError(f"{data.size} bytes are not {count} keys that rise")
-    keys: Keys = found.view(np.int64)
+    keys: Keys = numbers.view(np.int64)
     return keys

@@ -104,13 +104,13 @@ class LowRank(Codec):
     def encode(self, values: Floats, out: Bytes, seed: int) -> int:
         floats, low, at = out.view(np.float32), 0, 0
         for number, (n, m, rank) in enumerate(self._matrices(values.size)):
-            given = values[low : low + n * m]
+            part = values[low : low + n * m]
             low += n * m
             if not rank:
-                floats[at : at + n * m] = given
+                floats[at : at + n * m] = part
                 at += n * m
                 continue
-            p, q = self._thin(given.reshape(n, m), rank, (seed & 0xFFFFFFFF, number))
+            p, q = self._thin(part.reshape(n, m), rank, (seed & 0xFFFFFFFF, number))
             floats[at : at + n * rank] = p.reshape(-1)
             floats[at + n * rank : at + (n + m) * rank] = q.reshape(-1)
             at += (n + m) * rank
@@ -137,16 +137,16 @@ class LowRank(Codec):
         if not np.isfinite(floats).all():
             raise ValueError("a value of ps.PowerSGD is NaN or Inf")
         for n, m, rank in self._matrices(out.size):
-            found = out[low : low + n * m]
+            part = out[low : low + n * m]
             low += n * m
             if not rank:
-                found[...] = floats[at : at + n * m]
+                part[...] = floats[at : at + n * m]
                 at += n * m
                 continue
             p = floats[at : at + n * rank].reshape(n, rank)
             q = floats[at + n * rank : at + (n + m) * rank].reshape(m, rank)
             at += (n + m) * rank
-            _multiply(p, q, found.reshape(n, m))
+            _multiply(p, q, part.reshape(n, m))
 
 
 def _multiply(p: Any, q: Any, out: Any) -> None:

@@ -40,7 +40,7 @@ FEEDBACK = "feedback_"
 """Begins the names of the options that are of a codec's `Feedback`."""
 
 
-def as_codec(given: object, what: str) -> Codec:
+def as_codec(codec: object, what: str) -> Codec:
     """A codec as a user gave it.
 
     Args:
@@ -48,15 +48,15 @@ def as_codec(given: object, what: str) -> Codec:
     Raises:
         TypeError: it is none, or of a class that servers could not build.
     """
-    if isinstance(given, Codec):
-        own_classes(given, f"{what}=")
-        return given
-    if isinstance(given, type) and issubclass(given, Codec):
-        name = f"ps.{given.__name__}" if given in BUILT_IN.values() else given.__name__
-        inner = "ps.Int4()" if given is Delta else ""
+    if isinstance(codec, Codec):
+        own_classes(codec, f"{what}=")
+        return codec
+    if isinstance(codec, type) and issubclass(codec, Codec):
+        name = f"ps.{codec.__name__}" if codec in BUILT_IN.values() else codec.__name__
+        inner = "ps.Int4()" if codec is Delta else ""
         raise TypeError(f"{what} takes an object: write {what}={name}({inner})")
-    known = ", ".join(f"ps.{kind.__name__}()" for kind in _KINDS)
-    raise TypeError(f"{what} takes a codec, one of {known}, not {given!r}")
+    choices = ", ".join(f"ps.{kind.__name__}()" for kind in _KINDS)
+    raise TypeError(f"{what} takes a codec, one of {choices}, not {codec!r}")
 
 
 def parts_of(codec: Codec) -> tuple[Codec, ...]:
@@ -135,17 +135,17 @@ def build(described: CodecSpec, registered: Mapping[str, type[Codec]] = NONE) ->
         return _made_of(described, registered)
     kind: Any = BUILT_IN.get(described.name) or registered.get(described.name)
     if kind is None:
-        known = ", ".join((*BUILT_IN, *sorted(registered)))
+        names = ", ".join((*BUILT_IN, *sorted(registered)))
         name = described.name
         raise UnknownCodec(
-            f"no codec is called {name!r} here, known are {known}",
+            f"no codec is called {name!r} here, known are {names}",
             fix=f"start the servers with rules=[{name}] (paramserve run and serve: --rules "
             f"module:{name}), and define the parameters with it on each client that steps them",
         )
-    return _made(kind, described.name, described.options)
+    return _construct(kind, described.name, described.options)
 
 
-def _made(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
+def _construct(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
     try:
         own = dict(options)
         bounds = {
@@ -155,11 +155,11 @@ def _made(kind: Any, name: str, options: Mapping[str, Any]) -> Codec:
         }
         if bounds:
             own["feedback"] = Feedback(**bounds)
-        made: Codec = kind(**own)
-        Codec.__post_init__(made)
+        codec: Codec = kind(**own)
+        Codec.__post_init__(codec)
     except (Exception, SystemExit) as wrong:  # a user's class may raise anything
         raise ValueError(f"{name} does not take {dict(options)}: {wrong}") from wrong
-    return made
+    return codec
 
 
 def _made_of(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Codec:
@@ -175,7 +175,7 @@ def _made_of(described: CodecSpec, registered: Mapping[str, type[Codec]]) -> Cod
             what = described.name.lower()
             raise ValueError(f"a {what}'s {part} is the name of a codec, and not {named!r}")
         own[part] = build(CodecSpec(named, inner[part]), registered)
-    return _made(MADE_OF[described.name], described.name, own)
+    return _construct(MADE_OF[described.name], described.name, own)
 
 
 # --- registration ----------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def check_registered(classes: Iterable[Any], option: str = "rules=") -> Mapping[
     Raises:
         TypeError: one of them cannot be a codec, or two have one name; the text says what to do.
     """
-    found: dict[str, type[Codec]] = {}
+    codecs: dict[str, type[Codec]] = {}
     for kind in classes:
         if kind in BUILT_IN.values():
             raise TypeError(f"{option}: {kind.__name__!r} is built in: leave it out")
@@ -210,6 +210,6 @@ def check_registered(classes: Iterable[Any], option: str = "rules=") -> Mapping[
             check_signature(where, kind, method, str(signature), count)
         if name in BUILT_IN or name == CHAIN:
             raise TypeError(f"{option}: {name!r} is the name of a built-in codec: rename the class")
-        if found.setdefault(name, kind) is not kind:
+        if codecs.setdefault(name, kind) is not kind:
             raise TypeError(f"{option}: two codecs are called {name!r}: rename one")
-    return MappingProxyType(found)
+    return MappingProxyType(codecs)

@@ -47,19 +47,19 @@ class RowCodec:
     Args:
         codec: None: they stay float32.
         dim: values of a row.
-        drawn: whether what the codec rounds to a few levels is rounded at random, whatever its own
+        random: whether what the codec rounds to a few levels is rounded at random, whatever its own
             rounding; else to the nearest.
     Raises:
         ValueError: the codec is not for rows.
     """
 
-    def __init__(self, codec: Codec | None, dim: int, *, drawn: bool) -> None:
+    def __init__(self, codec: Codec | None, dim: int, *, random: bool) -> None:
         wrong = None if codec is None else why_not_rows(codec)
         if wrong is not None:
             raise ValueError(wrong)
         self.codec = codec
         self._dim = dim
-        self._drawn = drawn
+        self._random = random
         self.row_bytes = 4 * dim if codec is None else codec.size(dim)
 
     def size(self, rows: int) -> int:
@@ -82,8 +82,8 @@ class RowCodec:
         else:
             scales, rest = self._parts(codec, out)
             kernel: Any = getattr(codec_kernels(), ON_ROWS[codec.name][0])
-            drawn = (int(self._drawn), seed & 0xFFFFFFFF) if isinstance(codec, Integers) else ()
-            kernel(values, scales, rest, self._dim, codec.block, *drawn)
+            options = (int(self._random), seed & 0xFFFFFFFF) if isinstance(codec, Integers) else ()
+            kernel(values, scales, rest, self._dim, codec.block, *options)
 
     def decode(self, data: Bytes, out: Floats) -> None:
         """Decode into [rows * dim].

@@ -60,7 +60,7 @@ class Sparse(Codec):
         even_local = self.even_local or second.even_local
         return Chain(self, second, feedback=self.feedback, even_local=even_local)
 
-    def kept(self, count: int) -> int:
+    def chosen_count(self, count: int) -> int:
         """How many of so many values are chosen."""
         return min(count, max(1, math.ceil(self.ratio * count))) if count else 0
 
@@ -95,34 +95,34 @@ class Sparse(Codec):
         """What the chosen ones of so many values are multiplied by where they are decoded."""
         return 1.0
 
-    def scatter(self, chosen: Floats, places: Places, out: Floats) -> None:
+    def scatter(self, values: Floats, places: Places, out: Floats) -> None:
         """Put the chosen values at their places, and 0 everywhere else."""
         factor = self.factor(out.size)
         if factor != 1.0:
             with np.errstate(over="ignore"):
-                chosen = np.clip(chosen * np.float32(factor), -MAX, MAX)
+                values = np.clip(values * np.float32(factor), -MAX, MAX)
         out[...] = 0.0
-        out[places] = chosen
+        out[places] = values
 
     def size(self, count: int) -> int:
-        return FLOAT_BYTES * self.kept(count) + self.places_size(count)
+        return FLOAT_BYTES * self.chosen_count(count) + self.places_size(count)
 
     def encode(self, values: Floats, out: Bytes, seed: int) -> int:
-        kept = self.kept(values.size)
-        places, end = np.empty(kept, np.uint32), FLOAT_BYTES * kept
+        number = self.chosen_count(values.size)
+        places, end = np.empty(number, np.uint32), FLOAT_BYTES * number
         written = self.choose(values, places, out[end:], seed)
         np.take(values, places, out=out[:end].view(np.float32))
         return end + written
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        kept = self.kept(out.size)
-        end = FLOAT_BYTES * kept
+        number = self.chosen_count(out.size)
+        end = FLOAT_BYTES * number
         if data.size < end:
-            raise ValueError(f"{data.size} bytes came where {kept} values and their places lie")
-        chosen = data[:end].view(np.float32)
-        if not np.isfinite(chosen).all():
+            raise ValueError(f"{data.size} bytes came where {number} values and their places lie")
+        values = data[:end].view(np.float32)
+        if not np.isfinite(values).all():
             raise ValueError(f"a value of ps.{self.name} is NaN or Inf")
-        self.scatter(chosen, self.find(data[end:], out.size), out)
+        self.scatter(values, self.find(data[end:], out.size), out)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class TopK(Sparse):
             raise ValueError(f'index of ps.TopK is "delta" or "plain", not {self.index!r}')
 
     def places_size(self, count: int) -> int:
-        return self.kept(count) * (5 if self.index == "delta" else 4)
+        return self.chosen_count(count) * (5 if self.index == "delta" else 4)
 
     def choose(self, values: Floats, places: Places, out: Bytes, seed: int) -> int:
         if not values.size:
@@ -162,7 +162,7 @@ class TopK(Sparse):
         return written
 
     def find(self, data: Bytes, count: int) -> Places:
-        places = np.empty(self.kept(count), np.uint32)
+        places = np.empty(self.chosen_count(count), np.uint32)
         if self.index == "plain":
             check_length(data, places.nbytes)
             places.view(np.uint8)[...] = data
@@ -204,12 +204,12 @@ class RandomK(Sparse):
 
     def find(self, data: Bytes, count: int) -> Places:
         check_length(data, self.places_size(count))
-        places = np.empty(self.kept(count), np.uint32)
+        places = np.empty(self.chosen_count(count), np.uint32)
         codec_kernels().draw_places(count, int.from_bytes(data.tobytes(), "little"), places)
         return places
 
     def factor(self, count: int) -> float:
-        return 1.0 if self.feedback else count / max(self.kept(count), 1)
+        return 1.0 if self.feedback else count / max(self.chosen_count(count), 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -266,11 +266,11 @@ class Chain(Codec):
         )
 
     def size(self, count: int) -> int:
-        return self.second.size(self.first.kept(count)) + self.first.places_size(count)
+        return self.second.size(self.first.chosen_count(count)) + self.first.places_size(count)
 
     def encode(self, values: Floats, out: Bytes, seed: int) -> int:
-        kept = self.first.kept(values.size)
-        places, end = np.empty(kept, np.uint32), self.second.size(kept)
+        number = self.first.chosen_count(values.size)
+        places, end = np.empty(number, np.uint32), self.second.size(number)
         written = self.first.choose(values, places, out[end:], seed)
         filled = self.second.encode(values[places], out[:end], seed ^ SECOND_SEED)
         if filled != end:
@@ -278,11 +278,11 @@ class Chain(Codec):
         return end + written
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        kept = self.first.kept(out.size)
-        end = self.second.size(kept)
+        number = self.first.chosen_count(out.size)
+        end = self.second.size(number)
         if data.size < end:
-            raise ValueError(f"{data.size} bytes came where {kept} values and their places lie")
+            raise ValueError(f"{data.size} bytes came where {number} values and their places lie")
         places = self.first.find(data[end:], out.size)
-        chosen = np.empty(kept, np.float32)
-        self.second.decode(data[:end], chosen)
-        self.first.scatter(chosen, places, out)
+        values = np.empty(number, np.float32)
+        self.second.decode(data[:end], values)
+        self.first.scatter(values, places, out)

@@ -14,7 +14,7 @@ from paramserve.messages import VALUE
 from paramserve.pytorch.block import Layout, kept_dtype
 from paramserve.rules.nadam import NAdam
 from paramserve.rules.sgd import SGD
-from paramserve.rules.torch_rule import Kept, TorchRule
+from paramserve.rules.torch_rule import StateTensor, TorchRule
 
 if TYPE_CHECKING:
     from paramserve.client import Client
@@ -28,15 +28,15 @@ PRODUCT = "mu_product"
 """Torch's NAdam keeps it beside the count, from which it follows."""
 
 
-def _kept(rule: Rule, param: Tensor) -> dict[str, Kept]:
+def _kept(rule: Rule, param: Tensor) -> dict[str, StateTensor]:
     """What torch keeps of a parameter with this rule, by name, in its order."""
     shape = tuple(param.shape)
     if isinstance(rule, TorchRule):
-        return dict(rule.kept(shape))
-    kept = {name: Kept(shape, None) for _, name in _fields(rule)}
+        return dict(rule.state_of(shape))
+    kept = {name: StateTensor(shape, None) for _, name in _fields(rule)}
     if isinstance(rule, SGD):
         return kept
-    number = Kept((), _step_dtype())
+    number = StateTensor((), _step_dtype())
     counted = {STEP: number, PRODUCT: number} if isinstance(rule, NAdam) else {STEP: number}
     return counted | kept
 
@@ -46,7 +46,7 @@ def _number(rule: Rule, name: str, count: int) -> float:
     return rule.product(count) if name == PRODUCT and isinstance(rule, NAdam) else float(count)
 
 
-def _scalar(number: float, kept: Kept) -> Tensor:
+def _scalar(number: float, kept: StateTensor) -> Tensor:
     return torch.tensor(number, dtype=kept.dtype, device="cpu")
 
 
@@ -117,7 +117,7 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
     }
 
 
-def _as_kept(view: Tensor, kept: Kept, param: Tensor) -> Tensor | None:
+def _as_kept(view: Tensor, kept: StateTensor, param: Tensor) -> Tensor | None:
     """A state of a parameter from the elements that lie beside it on the servers, if any do."""
     dtype = kept.dtype if kept.dtype is not None else kept_dtype(param.dtype)
     if kept.shape == tuple(param.shape):
@@ -169,7 +169,7 @@ def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Fie
     return fields
 
 
-def _checked(name: str, entry: dict[str, Any], field: str, kept: Kept) -> Tensor | None:
+def _checked(name: str, entry: dict[str, Any], field: str, kept: StateTensor) -> Tensor | None:
     if not entry:
         return None
     if field not in entry:

@@ -85,7 +85,7 @@ class Adam(WithBetas):
         # For a `take1` of 0.5 or more torch's lerp computes the mean from the gradient.
         kind = value.dtype.type
         scale, decay, shrink, take1, beta2, take2, root, eps, step = coefficients
-        c, wd, left, rate = kind(scale), kind(decay), kind(shrink), kind(step)
+        c, wd, keep, rate = kind(scale), kind(decay), kind(shrink), kind(step)
         t1, b2, t2, r, e = kind(take1), kind(beta2), kind(take2), kind(root), kind(eps)
         near = t1 >= kind(0.5)
         way = t1 - kind(1.0) if near else t1
@@ -96,7 +96,7 @@ class Adam(WithBetas):
             si = b2 * square[i] + t2 * d * d
             mean[i] = mi
             square[i] = si
-            value[i] = left * value[i] - rate * (mi / (np.sqrt(si) / r + e))
+            value[i] = keep * value[i] - rate * (mi / (np.sqrt(si) / r + e))
 
     def counted(self, hyper: Hyper) -> bool:
         """Each row is corrected for its own start: what is called lazy Adam."""

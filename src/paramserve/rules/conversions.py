@@ -186,9 +186,9 @@ def _itself(tile: Any, memory: Any) -> Any:
 
 
 def _widened(tile: Any, memory: Any) -> Any:
-    found = memory[: tile.size]
-    publish(found, tile)
-    return found
+    part = memory[: tile.size]
+    publish(part, tile)
+    return part
 
 
 def _floats_of(tile: Any, memory: Any) -> Body:

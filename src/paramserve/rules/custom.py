@@ -161,8 +161,8 @@ class CustomRule(ABC):
             size = run.stop - run.start
             shape = run.shape if self.whole_tensors and run.shape is not None else (size,)
             assert prod(shape) == size, "the shard cuts between tensors"
-            kept = tuple(each[at].reshape(shape) for each in state)
-            rule._update(value[at].reshape(shape), gradient[at].reshape(shape), kept, push)
+            parts = tuple(each[at].reshape(shape) for each in state)
+            rule._update(value[at].reshape(shape), gradient[at].reshape(shape), parts, push)
             if out is not None:
                 out[at] = value[at]
 
@@ -202,19 +202,19 @@ class CustomRule(ABC):
         if push.scale != 1.0:
             gradient = np.asarray(gradient * value.dtype.type(push.scale))  # of () a scalar
         gradient.flags.writeable = False
-        kept = dict(zip(self.state_names, state, strict=True))
-        shapes = {name: array.shape for name, array in kept.items()}
+        arrays = dict(zip(self.state_names, state, strict=True))
+        shapes = {name: array.shape for name, array in arrays.items()}
         update: Any = self.update  # what users write need not be typed
         shape = value.shape
         before = value.copy() if _only_rebinds(type(self).update) else None
-        returned = update(value, gradient, State(kept), push._replace(scale=1.0))
+        returned = update(value, gradient, State(arrays), push._replace(scale=1.0))
         if returned is not None:
             raise TypeError(
                 f"update() of {self.name} returned {type(returned).__name__}: it has to change "
                 "value in place (value -= ..., value[...] = ...) and return None"
             )
         check_unchanged(self.name, "value", value, shape, gradient.dtype)
-        for name, array in kept.items():
+        for name, array in arrays.items():
             check_unchanged(self.name, name, array, shapes[name], gradient.dtype)
         # Without a rate, as at the start of a schedule, a correct one changes nothing either.
         if before is not None and bool(gradient.any()) and getattr(self, "lr", None) != 0.0:
@@ -237,7 +237,7 @@ def _only_rebinds(update: Any) -> bool:
     code = getattr(inspect.unwrap(update), "__code__", None)
     if code is None or code.co_argcount < 2:
         return False
-    name, rebinds, given, operator = code.co_varnames[1], False, True, ""
+    name, rebinds, updates, operator = code.co_varnames[1], False, True, ""
     stack: list[bool] = []
     after_jump: dict[int, list[bool]] = {}
     for each in dis.get_instructions(code):
@@ -248,11 +248,11 @@ def _only_rebinds(update: Any) -> bool:
         if name in _stored(each):
             rebinds = True
             # Else the new one may be a view, as of value[:] and value.reshape(-1).
-            given = given and operator in ("", "[]")
+            updates = updates and operator in ("", "[]")
         operator = each.argrepr if each.opname == "BINARY_OP" else ""
         if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
-            after_jump[each.argval] = _stack_after(stack, each, name if given else "", jump=True)
-        stack = _stack_after(stack, each, name if given else "", jump=False)
+            after_jump[each.argval] = _stack_after(stack, each, name if updates else "", jump=True)
+        stack = _stack_after(stack, each, name if updates else "", jump=False)
     return rebinds
 
 
@@ -288,8 +288,8 @@ def _stack_after(stack: list[bool], each: dis.Instruction, name: str, *, jump: b
         return stack + [False] * effect
     if each.opname.startswith(("STORE_", "POP_", "DELETE_", "RETURN_")):  # leaves no result
         return stack[: len(stack) + effect]
-    kept = max(len(stack) + effect - 1, 0)
-    return [*stack[:kept], any(stack[kept:])]
+    depth = max(len(stack) + effect - 1, 0)
+    return [*stack[:depth], any(stack[depth:])]
 
 
 def check_unchanged(

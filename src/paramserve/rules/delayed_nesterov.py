@@ -75,9 +75,9 @@ class DelayedNesterov(BuiltIn):
     @staticmethod
     def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
         kind = value.dtype.type
-        scale, lr, share, keep, take, left, through = coefficients
+        scale, lr, share, keep, take, remain, through = coefficients
         c, rate, near = kind(scale), kind(lr), kind(share)
-        old, new, rest, far = kind(keep), kind(take), kind(left), kind(through)
+        old, new, rest, far = kind(keep), kind(take), kind(remain), kind(through)
         buffer, total = state
         for i in range(value.size):
             d = c * gradient[i]

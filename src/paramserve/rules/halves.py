@@ -119,10 +119,10 @@ def encode(values: Array, half: int, words: Array, noise: Any) -> None:
         noise: from `noise_of`; each word draws its own 64 bits from it.
     """
     bits = values.view(np.uint32)
-    drawn = U(noise)
+    stream = U(noise)
     for j in range((values.size + 1) // 2):
-        drawn += GOLDEN
-        z = mix(drawn)
+        stream += GOLDEN
+        z = mix(stream)
         low = U(bits[2 * j])
         high = U(bits[2 * j + 1]) if 2 * j + 1 < values.size else U(0)
         if half == BFLOAT16:

@@ -80,11 +80,11 @@ def typed(dtype: np.dtype[Any], *kernels: Callable[..., Any]) -> Kernels:
     """
     floats = array_of(np.dtype(np.float32) if dtype in HALVES else dtype)
     types = {"Array": array_of(dtype), "Floats": floats, "int": INT, "float": FLOAT}
-    found = {}
+    types_of = {}
     for each in kernels:
         annotations = cast(Any, each).py_func.__annotations__
-        found[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
-    return found
+        types_of[each] = tuple(types[k] for name, k in annotations.items() if name != "return")
+    return types_of
 
 
 @inlined
@@ -147,9 +147,9 @@ def scaled_into(out: Floats, weight: float, gradient: Array) -> None:
     """out = weight * gradient, of 16 bits; with weight 1, the same numbers."""
     w, memory = out.dtype.type(weight), tile_memory(gradient)
     for at in range(0, out.size, TILE):
-        found, x = out[at : at + TILE], floats_of(gradient[at : at + TILE], memory)
-        for i in range(found.size):
-            found[i] = w * x[i]
+        part, x = out[at : at + TILE], floats_of(gradient[at : at + TILE], memory)
+        for i in range(part.size):
+            part[i] = w * x[i]
 
 
 @kernel
@@ -284,12 +284,12 @@ def layerwise(rule: type[BuiltIn], states: int) -> Any:
         norms = np.zeros((2, LANES))
         for at in range(start, stop, TILE):
             end = min(at + TILE, stop)
-            tile, pushed, kept = value[at:end], gradient[at:end], cut(state, at, end)
+            tile, pushed, part = value[at:end], gradient[at:end], cut(state, at, end)
             if spoiled(pushed):
                 return at
             way = scratch[: end - at]
-            update(tile, floats_of(pushed, memory), kept, numbers)
-            direction(tile, kept, numbers, way)
+            update(tile, floats_of(pushed, memory), part, numbers)
+            direction(tile, part, numbers, way)
             add_squares(norms[0], tile)
             add_squares(norms[1], way)
         size, length = np.sqrt(folded(norms[0])), np.sqrt(folded(norms[1]))
@@ -324,9 +324,9 @@ def block_types(
         pushed: of gradients and `out`; None: `dtype`.
     """
     array = array_of(dtype)
-    sent = array if pushed is None else array_of(pushed)
+    pushed_type = array if pushed is None else array_of(pushed)
     state, numbers = tuple_of(array, states), tuple_of(FLOAT, hyper)
-    return (array, sent, state, sent, INT, INT, FLOAT, numbers, INT)
+    return (array, pushed_type, state, pushed_type, INT, INT, FLOAT, numbers, INT)
 
 
 def tuple_of(kind: Any, size: int) -> Any:

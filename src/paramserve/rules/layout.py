@@ -99,12 +99,12 @@ class RowLayout:
         if self.half:
             dtype = np.float16 if self.dtype == "float16" else np.uint16
             values = raw[:, : self.value_words].view(dtype)[:, : self.dim]
-        found = {"value": values}
+        views = {"value": values}
         if self.state_words:
-            found["state"] = raw[:, self.value_words : self.value_words + self.state_words]
+            views["state"] = raw[:, self.value_words : self.value_words + self.state_words]
         if self.counted:
-            found["count"] = raw.view(np.uint32)[:, self.count_at]
-        return found
+            views["count"] = raw.view(np.uint32)[:, self.count_at]
+        return views
 
 
 class RowView(NamedTuple):

@@ -54,12 +54,12 @@ class Lion(WithBetas):
     def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
         kind = value.dtype.type
         scale, shrink, beta1, take1, beta2, take2, lr = coefficients
-        c, left, b1, t1 = kind(scale), kind(shrink), kind(beta1), kind(take1)
+        c, keep, b1, t1 = kind(scale), kind(shrink), kind(beta1), kind(take1)
         b2, t2, rate, zero = kind(beta2), kind(take2), kind(lr), kind(0.0)
         mean = state[0]
         for i in range(value.size):
             d, m = c * gradient[i], mean[i]
             way = b1 * m + t1 * d
             sign = kind(way > zero) - kind(way < zero)
-            value[i] = left * value[i] - rate * sign
+            value[i] = keep * value[i] - rate * sign
             mean[i] = b2 * m + t2 * d

@@ -13,7 +13,7 @@ from paramserve.rules.adam import WithBetas
 from paramserve.rules.base import Array, Hyper
 from paramserve.rules.built_in import FLAG, FRACTION, NOT_NEGATIVE, Allowed, Numbers, State
 
-GONE = 1e-18
+NEGLIGIBLE = 1e-18
 """1 less a product below this is 1, in float64: later factors change nothing."""
 
 
@@ -67,7 +67,7 @@ class NAdam(WithBetas):
         lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize = hyper
         updates = float(count + 1)
         product, mu, following, t = 1.0, 0.0, 0.0, 0
-        while t < count + 1 and product > GONE:
+        while t < count + 1 and product > NEGLIGIBLE:
             t += 1
             product *= beta1 * (1.0 - 0.5 * 0.96 ** (float(t) * momentum_decay))
         mu = beta1 * (1.0 - 0.5 * 0.96 ** (updates * momentum_decay))
@@ -83,7 +83,7 @@ class NAdam(WithBetas):
     def update(value: Array, gradient: Array, state: State, coefficients: Numbers) -> None:
         kind = value.dtype.type
         scale, decay, shrink, take1, beta2, take2, root, eps, near, far = coefficients
-        c, wd, left, t1 = kind(scale), kind(decay), kind(shrink), kind(take1)
+        c, wd, keep, t1 = kind(scale), kind(decay), kind(shrink), kind(take1)
         b2, t2, r, e = kind(beta2), kind(take2), kind(root), kind(eps)
         by_gradient, by_mean = kind(near), kind(far)
         from_gradient = t1 >= kind(0.5)
@@ -96,7 +96,7 @@ class NAdam(WithBetas):
             mean[i] = mi
             square[i] = si
             below = np.sqrt(si) / r + e
-            value[i] = left * value[i] - (by_gradient * d + by_mean * mi) / below
+            value[i] = keep * value[i] - (by_gradient * d + by_mean * mi) / below
 
     def counted(self, hyper: Hyper) -> bool:
         """Each row is corrected for its own start."""
@@ -104,9 +104,9 @@ class NAdam(WithBetas):
 
     def product(self, count: int) -> float:
         """P of so many updates: what torch keeps as `mu_product`."""
-        found = 1.0
+        product = 1.0
         for t in range(1, count + 1):
-            found *= self.betas[0] * (1.0 - 0.5 * 0.96 ** (t * self.momentum_decay))
-            if found < GONE:
+            product *= self.betas[0] * (1.0 - 0.5 * 0.96 ** (t * self.momentum_decay))
+            if product < NEGLIGIBLE:
                 break
-        return found
+        return product

@@ -33,39 +33,40 @@ TORCH = "torch"
 """Name of `rules.torch_rule.TorchRule`, which is imported, and torch with it, when it is named."""
 
 
-def as_rule(given: Rule | Callable[..., Any] | str) -> Rule:
+def as_rule(value: Rule | Callable[..., Any] | str) -> Rule:
     """A rule as a user gave it: itself, or what stands for a torch optimizer.
 
     Args:
-        given: a rule; or as `torch_kinds.rule_of` takes it. A str, as other libraries take one, is
+        value: a rule; or as `torch_kinds.rule_of` takes it. A str, as other libraries take one, is
             refused with what to write.
     Raises:
         TypeError, ValueError: it is none.
     """
-    if isinstance(given, type) and issubclass(given, BuiltIn | CustomRule):
+    if isinstance(value, type) and issubclass(value, BuiltIn | CustomRule):
         raise TypeError(
-            f"a rule is an object: write rule={given.__name__}(...), with its hyper-parameters, "
-            f"and not rule={given.__name__}"
+            f"a rule is an object: write rule={value.__name__}(...), with its hyper-parameters, "
+            f"and not rule={value.__name__}"
         )
-    if isinstance(given, str):
-        alike = [name for name in BUILT_IN if name.lower() == given.lower()]
-        shown = f"ps.{alike[0]}(...)" if alike else "ps.Adagrad(lr=0.1)"
+    if isinstance(value, str):
+        alike = [name for name in BUILT_IN if name.lower() == value.lower()]
+        example = f"ps.{alike[0]}(...)" if alike else "ps.Adagrad(lr=0.1)"
         raise TypeError(
-            f"a rule is an object, as in rule={shown}, and not a name: rule={given!r}. Applied: no"
+            f"a rule is an object, as in rule={example}, and not a name: rule={value!r}. "
+            "Applied: no"
         )
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(given, torch.optim.Optimizer):
-        kind = type(given).__name__
+    if torch is not None and isinstance(value, torch.optim.Optimizer):
+        kind = type(value).__name__
         raise TypeError(
             f"rule= takes no optimizer, which has parameters of its own: give the class, as in "
             f"rule=torch.optim.{kind}, or functools.partial(torch.optim.{kind}, lr=0.01)"
         )
-    if torch is not None and callable(given):
-        made: Rule = import_module("paramserve.rules.torch_kinds").rule_of(given)
-        return made
-    rule: Any = given
-    found: Rule = rule
-    return found
+    if torch is not None and callable(value):
+        converted: Rule = import_module("paramserve.rules.torch_kinds").rule_of(value)
+        return converted
+    rule: Any = value
+    result: Rule = rule
+    return result
 
 
 def spec(rule: Rule) -> RuleSpec:
@@ -114,19 +115,19 @@ def build(described: RuleSpec, registered: Mapping[str, type[Any]] = NONE) -> Ru
 def _kind(name: str, registered: Mapping[str, type[Any]]) -> type[Any]:
     if name == TORCH:
         try:
-            found: type[Any] = import_module("paramserve.rules.torch_rule").TorchRule
+            torch_rule: type[Any] = import_module("paramserve.rules.torch_rule").TorchRule
         except ImportError as error:
             raise UnknownRule(
                 f"the servers cannot run torch's optimizers: {error}",
                 fix="pip install 'paramserve[torch]' where the servers run",
             ) from None
-        return found
-    known: Mapping[str, type[Any]] = {**registered, **BUILT_IN}
-    kind = known.get(name)
+        return torch_rule
+    kinds: Mapping[str, type[Any]] = {**registered, **BUILT_IN}
+    kind = kinds.get(name)
     if kind is None:
         raise UnknownRule(
             f"no rule is called {name!r} on the servers, "
-            f"which know {', '.join(sorted(known))} and torch's optimizers",
+            f"which know {', '.join(sorted(kinds))} and torch's optimizers",
             fix=f"start the servers with rules=[{name}] (paramserve serve: --rules module:{name}), "
             "or use one of these; servers run no code that they were not started with",
         )
@@ -180,16 +181,16 @@ def check_registered(classes: Iterable[Any]) -> Mapping[str, type[Any]]:
     Raises:
         TypeError: one of them cannot be a rule, or two have one name; the text says what to do.
     """
-    found: dict[str, type[Any]] = {}
+    rules: dict[str, type[Any]] = {}
     for kind in classes:
         _check_class(kind)
         name = kind.name
         if name in BUILT_IN or name == TORCH:
             raise TypeError(f"rules=: {name!r} is the name of a built-in rule: {_RENAME}")
-        if name in found:
+        if name in rules:
             raise TypeError(f"rules=: two rules are called {name!r}: {_RENAME}")
-        found[name] = kind
-    return MappingProxyType(found)
+        rules[name] = kind
+    return MappingProxyType(rules)
 
 
 def _check_class(kind: Any) -> None:
@@ -255,17 +256,17 @@ def check_frozen(where: str, kind: type[Any]) -> None:
         raise TypeError(f"{where} has to be a frozen dataclass: put @dataclass(frozen=True) on it")
 
 
-def check_signature(where: str, kind: type[Any], method: str, wanted: str, count: int) -> None:
+def check_signature(where: str, kind: type[Any], method: str, shape: str, count: int) -> None:
     """Raise `TypeError` unless a method can be called with `count` arguments.
 
     Args:
-        wanted: its signature, for the error.
+        shape: its signature, for the error.
     """
     function = inspect.getattr_static(kind, method)
     try:
         inspect.signature(function).bind(None, *[None] * count)
     except (TypeError, ValueError) as wrong:
-        raise TypeError(f"{where}.{method} has to be a method {method}{wanted}: {wrong}") from None
+        raise TypeError(f"{where}.{method} has to be a method {method}{shape}: {wrong}") from None
 
 
 def _option(value: Any) -> Option:
@@ -282,14 +283,14 @@ def arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: what stands behind a dot is no number.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     elements: dict[str, dict[int, Any]] = {}
     for name, value in options.items():
         field, dot, index = name.partition(".")
         if dot:
             elements.setdefault(field, {})[int(index)] = value
         else:
-            found[field] = value
+            values[field] = value
     for field, at in elements.items():
-        found[field] = tuple(at[i] for i in sorted(at))
-    return found
+        values[field] = tuple(at[i] for i in sorted(at))
+    return values

@@ -64,13 +64,13 @@ class RMSprop(BuiltIn):
     def check(self, hyper: Hyper) -> None:
         super().check(hyper)
         _, _, _, _, momentum, centered, _ = hyper
-        for option, given, defined in (
+        for option, number, defined in (
             ("momentum", momentum, self.momentum),
             ("centered", centered, self.centered),
         ):
-            if given and not defined:
+            if number and not defined:
                 raise ValueError(
-                    f"RMSprop with {option} {given:g} needs a state that this block was defined "
+                    f"RMSprop with {option} {number:g} needs a state that this block was defined "
                     f"without. Applied: no. To fix: define it with RMSprop({option}=...)"
                 )
 

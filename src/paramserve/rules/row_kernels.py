@@ -120,21 +120,21 @@ def fetch(rows: Any, i: int) -> None:
 
 
 @inlined
-def begun(given: Any) -> Any:
+def borrow_rows(record: Any) -> Any:
     """The rows without counts of references, their dim, and scratch [dim]; the first rows' memory
     is asked for."""
     rows = Rows(
-        borrowed(given.floats),
-        borrowed(given.words),
-        borrowed(given.slots),
-        borrowed(given.keys),
-        borrowed(given.gradients),
-        borrowed(given.scratch),
-        given.stream,
-        given.half,
-        given.count_at,
-        given.states_at,
-        given.width,
+        borrowed(record.floats),
+        borrowed(record.words),
+        borrowed(record.slots),
+        borrowed(record.keys),
+        borrowed(record.gradients),
+        borrowed(record.scratch),
+        record.stream,
+        record.half,
+        record.count_at,
+        record.states_at,
+        record.width,
     )
     for i in range(AHEAD):
         fetch(rows, i)
@@ -215,8 +215,8 @@ def row_kernel(rule: type[BuiltIn], number: int) -> Any:
     update, coefficients = inlined(rule.update), inlined(rule.coefficients)
     states_of = with_scratch(number) if rule.whole_rows else states(number)
 
-    def row(given: Rows, scale: float, hyper: Any) -> None:
-        rows, _, scratch = begun(given)
+    def row(record: Rows, scale: float, hyper: Any) -> None:
+        rows, _, scratch = borrow_rows(record)
         count: Any = np.int64(1)
         numbers = coefficients(hyper, scale, count)
         for i in range(rows.slots.size):
@@ -235,9 +235,9 @@ def row_kernel(rule: type[BuiltIn], number: int) -> Any:
 
 
 @kernel
-def gather(given: Rows, values: Array) -> None:
+def gather(record: Rows, values: Array) -> None:
     """Copy values to float32 [n, dim]."""
-    rows, dim, scratch = begun(given)
+    rows, dim, scratch = borrow_rows(record)
     for i in range(rows.slots.size):
         value = opened(rows, i, scratch)
         for j in range(dim):
@@ -245,9 +245,9 @@ def gather(given: Rows, values: Array) -> None:
 
 
 @kernel
-def scatter(given: Rows, values: Array) -> None:
+def scatter(record: Rows, values: Array) -> None:
     """Copy values back, as an update: it is counted, and 16-bit values are rounded."""
-    rows, dim, scratch = begun(given)
+    rows, dim, scratch = borrow_rows(record)
     for i in range(rows.slots.size):
         value = opened(rows, i, scratch)
         for j in range(dim):

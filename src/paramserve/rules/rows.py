@@ -110,9 +110,9 @@ def check_rows(rule: Rule, layout: RowLayout, hyper: Hyper) -> None:
         missing = "a count of updates for each row"
     else:
         return
-    given = dict(zip(rule.hyper_names, hyper, strict=True))
+    numbers = dict(zip(rule.hyper_names, hyper, strict=True))
     raise ValueError(
-        f"{_called(rule)} with {given} needs {missing}, and this table was defined without. "
+        f"{_called(rule)} with {numbers} needs {missing}, and this table was defined without. "
         "Applied: no. To fix: define it with these hyper-parameters"
     )
 
@@ -267,11 +267,11 @@ class RowDraft:
         Args:
             there: bool [n], in the order of the rows that it was made from.
         """
-        chosen = there[self._order]
-        self._order = (np.cumsum(there) - 1)[self._order[chosen]]
-        self._gradients, self._counts = self._gradients[chosen], self._counts[chosen]
-        self._values = self._values[chosen]
-        self._states = tuple(each[chosen] for each in self._states)
+        selection = there[self._order]
+        self._order = (np.cumsum(there) - 1)[self._order[selection]]
+        self._gradients, self._counts = self._gradients[selection], self._counts[selection]
+        self._values = self._values[selection]
+        self._states = tuple(each[selection] for each in self._states)
 
     def write(self, view: RowView) -> None:
         """Make the update the rows' values and state, and count it.

@@ -77,17 +77,17 @@ def _kind(rule: type[BuiltIn], **torchs: str) -> Kind:
     Args:
         torchs: torch's name of a field that the rule calls otherwise.
     """
-    made: Any = rule
+    rule_class: Any = rule
     forms: dict[str, Callable[[Any], Any]] = {"tuple[float, float]": _numbers, "bool": bool}
     options = [
         (torchs.get(field.name, field.name), forms.get(str(field.type), float))
-        for field in fields(made)
+        for field in fields(rule_class)
     ]
 
     def read(group: ParamGroup) -> Options:
         return tuple([form(group[name]) for name, form in options])
 
-    return Kind(read, lambda given: made(*given))
+    return Kind(read, lambda numbers: rule_class(*numbers))
 
 
 # All read the options in the order of the rule's fields.
@@ -126,8 +126,8 @@ def own_kind(name: str) -> Kind:
             group[option] = (*group.get(option, ()), value) if dot else value
         assert set(group) == set(options), "read gives them all"
         rule: Any = described(name, group)
-        found: Rule = rule
-        return found
+        rule_built: Rule = rule
+        return rule_built
 
     return Kind(read, build, name)
 
@@ -167,10 +167,10 @@ def torch_of(rule: Rule) -> tuple[str, ParamGroup]:
         TypeError: it stands for none.
     """
     if isinstance(rule, TorchRule):
-        return rule.kind, rule.given(rule.hyper())
+        return rule.kind, rule.options_with(rule.hyper())
     if type(rule) in _TORCH_HAS:
-        made: Any = rule
-        options = {field.name: getattr(rule, field.name) for field in fields(made)}
+        rule_object: Any = rule
+        options = {field.name: getattr(rule, field.name) for field in fields(rule_object)}
         if "decoupled" in options:
             options[DECOUPLED] = options.pop("decoupled")
         if isinstance(rule, Adam):
@@ -179,28 +179,28 @@ def torch_of(rule: Rule) -> tuple[str, ParamGroup]:
     raise TypeError(f"{rule.name} is a rule that torch.optim does not have")
 
 
-def rule_of(given: Callable[..., Any]) -> Rule:
+def rule_of(argument: Callable[..., Any]) -> Rule:
     """The rule that does what a torch optimizer does, on rows or on parameters.
 
     Args:
-        given: a class of torch.optim, or what makes an optimizer from parameters, as
+        argument: a class of torch.optim, or what makes an optimizer from parameters, as
             `functools.partial(torch.optim.Adam, lr=0.01)`.
     Raises:
         TypeError: it makes no optimizer, or one that the servers cannot run.
         ValueError: an option is out of its range.
     """
-    made: object = None
-    kind = given.func if isinstance(given, partial) else given
+    optimizer: object = None
+    kind = argument.func if isinstance(argument, partial) else argument
     if not isinstance(kind, type) or issubclass(kind, Optimizer):
-        made = given([torch.ones(2, 2, device="cpu")])
-    if not isinstance(made, Optimizer):
+        optimizer = argument([torch.ones(2, 2, device="cpu")])
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "rule= takes a rule, as in rule=ps.Adagrad(lr=0.05), a class of torch.optim, or "
-            f"functools.partial(torch.optim.Adam, lr=0.01), not {given!r}"
+            f"functools.partial(torch.optim.Adam, lr=0.01), not {argument!r}"
         )
-    found, group = kind_of(made), made.param_groups[0]
-    if type(made) is torch.optim.Adagrad:
-        found = _ADAGRAD
-    elif needs_itself(found, group):
-        found = own_kind(found.torch)
-    return found.build(found.read(group))
+    kind_found, group = kind_of(optimizer), optimizer.param_groups[0]
+    if type(optimizer) is torch.optim.Adagrad:
+        kind_found = _ADAGRAD
+    elif needs_itself(kind_found, group):
+        kind_found = own_kind(kind_found.torch)
+    return kind_found.build(kind_found.read(group))

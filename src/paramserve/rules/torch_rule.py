@@ -47,7 +47,7 @@ SHAPES = ((3,), (2, 3), (2, 3, 2), (), (2, 3, 2, 2))
 about them (Muon takes matrices only)."""
 
 
-class Kept(NamedTuple):
+class StateTensor(NamedTuple):
     """One state of one tensor."""
 
     shape: tuple[int, ...]
@@ -62,20 +62,24 @@ def class_of(kind: str) -> type[Optimizer]:
     Raises:
         TypeError: there is none, or the servers cannot run it.
     """
-    found = None if kind.startswith("_") else getattr(torch.optim, kind, None)
+    kind_class = None if kind.startswith("_") else getattr(torch.optim, kind, None)
     if kind in REFUSED:
         raise TypeError(f"the servers cannot run torch.optim.{kind}: {REFUSED[kind]}")
-    if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
+    if (
+        not isinstance(kind_class, type)
+        or not issubclass(kind_class, Optimizer)
+        or kind_class is Optimizer
+    ):
         raise TypeError(f"torch.optim of torch {torch.__version__} has no optimizer {kind!r}")
-    return found
+    return kind_class
 
 
 @cache
 def defaults_of(kind: str) -> Mapping[str, Any]:
     """What a class is set to without arguments, but for how it computes."""
     kind_class: Any = class_of(kind)
-    made = kind_class([torch.ones(2, 2, device="cpu")])
-    return {name: value for name, value in made.defaults.items() if name not in COMPUTED_BY}
+    optimizer = kind_class([torch.ones(2, 2, device="cpu")])
+    return {name: value for name, value in optimizer.defaults.items() if name not in COMPUTED_BY}
 
 
 @cache
@@ -159,8 +163,8 @@ class TorchRule:
         unknown = set(options) - set(defaults_of(kind))
         if unknown:
             names = sorted(unknown)
-            meant = did_you_mean(names[0], [*defaults_of(kind)])
-            raise TypeError(f"torch.optim.{kind} has no option {', '.join(names)}{meant}")
+            suggestion = did_you_mean(names[0], [*defaults_of(kind)])
+            raise TypeError(f"torch.optim.{kind} has no option {', '.join(names)}{suggestion}")
         return described(kind, options)
 
     @property
@@ -179,8 +183,8 @@ class TorchRule:
     @property
     def separate_tensors(self) -> bool:
         """Whether each tensor has numbers of its own besides its elements."""
-        kept = self.kept((3,)) if not self.whole_tensors else {}
-        return any(each.shape == () and name != STEP for name, each in kept.items())
+        states = self.state_of((3,)) if not self.whole_tensors else {}
+        return any(each.shape == () and name != STEP for name, each in states.items())
 
     def hyper(self) -> Hyper:
         return self.numbers
@@ -190,9 +194,9 @@ class TorchRule:
         self._check(hyper)
         new = set(self._names(hyper)) - set(self._names(self.numbers))
         if new:
-            given = dict(zip(self.hyper_names, hyper, strict=True))
+            numbers = dict(zip(self.hyper_names, hyper, strict=True))
             raise ValueError(
-                f"torch.optim.{self.kind} with {given} needs the state {', '.join(sorted(new))}, "
+                f"torch.optim.{self.kind} with {numbers} needs the state {', '.join(sorted(new))}, "
                 "which its parameters were defined without. Define them with these options"
             )
 
@@ -210,31 +214,31 @@ class TorchRule:
     def _names(self, hyper: Hyper) -> tuple[str, ...]:
         names: dict[str, None] = {}
         for shape in SHAPES if self.whole_tensors else SHAPES[:1]:
-            kept = _kept(self, hyper, shape)
-            names |= dict.fromkeys(kept if kept is not None else ())
+            states = _cached_state(self, hyper, shape)
+            names |= dict.fromkeys(states if states is not None else ())
         return tuple(name for name in names if name != STEP)
 
-    def kept(self, shape: tuple[int, ...]) -> Mapping[str, Kept]:
+    def state_of(self, shape: tuple[int, ...]) -> Mapping[str, StateTensor]:
         """The state of a tensor of this shape by name, in torch's order, the step's count too.
 
         Raises:
             ValueError: the class does not take tensors of this shape.
         """
         probed = tuple(shape) if self.whole_tensors else SHAPES[0]
-        kept = _kept(self, self.numbers, probed)
-        if kept is None:
+        states = _cached_state(self, self.numbers, probed)
+        if states is None:
             raise ValueError(f"torch.optim.{self.kind} takes no tensor of shape {list(shape)}")
         if self.whole_tensors:
-            return kept
+            return states
         return {
             name: each._replace(shape=tuple(shape)) if each.shape == probed else each
-            for name, each in kept.items()
+            for name, each in states.items()
         }
 
     def first(self, tensor: torch.Tensor) -> dict[str, Any]:
         """The state of a tensor that has had no update: none but for Adagrad."""
-        made = self.optimizer([tensor.detach()], self.numbers)
-        return next((dict(entry) for entry in made.state.values()), {})
+        optimizer = self.optimizer([tensor.detach()], self.numbers)
+        return next((dict(entry) for entry in optimizer.state.values()), {})
 
     def init_state(self, size: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         return tuple(np.zeros(size, dtype) for _ in self.state_names)
@@ -243,7 +247,7 @@ class TorchRule:
         """Run the class once: torch imports half of itself at the first step."""
         self._names(self.numbers)
 
-    def given(self, hyper: Hyper) -> dict[str, Any]:
+    def options_with(self, hyper: Hyper) -> dict[str, Any]:
         """The options with these numbers, as the class takes them."""
         values: dict[str, Any] = {}
         for option, number in zip(self.options, hyper, strict=True):
@@ -256,18 +260,18 @@ class TorchRule:
 
     def optimizer(self, tensors: Sequence[torch.Tensor], hyper: Hyper) -> Optimizer:
         """The class itself over these tensors."""
-        options = self.given(hyper)
+        options = self.options_with(hyper)
         if not set(options) <= set(defaults_of(self.kind)):
             raise ValueError(f"torch.optim.{self.kind} does not take {', '.join(options)}")
         allowed = _arguments_of(self.kind)
-        given = {name: value for name, value in options.items() if name in allowed}
+        accepted = {name: value for name, value in options.items() if name in allowed}
         if "foreach" in allowed:
-            given["foreach"] = False
+            accepted["foreach"] = False
         kind: Any = class_of(self.kind)
-        made: Optimizer = kind(tensors, **given)
-        for group in made.param_groups:
+        optimizer: Optimizer = kind(tensors, **accepted)
+        for group in optimizer.param_groups:
             group.update(options)  # AdamW's decoupled_weight_decay is no argument
-        return made
+        return optimizer
 
     def apply(
         self,
@@ -319,17 +323,17 @@ class TorchRule:
         """Give a tensor the state that it had; the places where each state belongs, by name."""
         places: dict[str, torch.Tensor] = {}
         entry: dict[str, Any] = {}
-        for name, kept in self.kept(tuple(tensor.shape)).items():
+        for name, each in self.state_of(tuple(tensor.shape)).items():
             if name == STEP:
-                entry[name] = torch.tensor(float(run.count), dtype=kept.dtype, device="cpu")
+                entry[name] = torch.tensor(float(run.count), dtype=each.dtype, device="cpu")
                 continue
             place = torch.from_numpy(arrays[name][run.start : run.stop])
-            if kept.shape != ():
-                place = place[: prod(kept.shape)].view(kept.shape)
+            if each.shape != ():
+                place = place[: prod(each.shape)].view(each.shape)
                 entry[name] = place
             else:
                 # Every element has it, so that each part of a tensor that is cut knows it.
-                dtype = kept.dtype if kept.dtype is not None else tensor.dtype
+                dtype = each.dtype if each.dtype is not None else tensor.dtype
                 entry[name] = place[0].to(dtype).clone()
             places[name] = place
         if run.count:
@@ -350,22 +354,26 @@ def _number(word: str, value: float) -> float | int | bool:
     return bool(value) if word == "bool" else int(value) if word == "int" else value
 
 
-_found: dict[tuple[Any, ...], Mapping[str, Kept] | None] = {}
+_states: dict[tuple[Any, ...], Mapping[str, StateTensor] | None] = {}
 """What classes keep, by class, zeros among its numbers, fixed options and shape."""
 
 
-def _kept(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str, Kept] | None:
+def _cached_state(
+    rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]
+) -> Mapping[str, StateTensor] | None:
     """What a class keeps for a tensor of this shape; None: it takes no such tensor."""
     zeros = tuple(number == 0.0 for number in hyper)
     key = (rule.kind, rule.options, zeros, rule.fixed, shape)
-    if key not in _found:
-        if len(_found) >= PROBED_KEPT:
-            _found.clear()
-        _found[key] = _probe(rule, hyper, shape)
-    return _found[key]
+    if key not in _states:
+        if len(_states) >= PROBED_KEPT:
+            _states.clear()
+        _states[key] = _probe(rule, hyper, shape)
+    return _states[key]
 
 
-def _probe(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str, Kept] | None:
+def _probe(
+    rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]
+) -> Mapping[str, StateTensor] | None:
     # In float64, in which torch keeps no number that does not follow the tensor's dtype.
     tensor = torch.ones(shape, dtype=torch.float64, device="cpu")
     tensor.grad = torch.full_like(tensor, 0.5)
@@ -375,7 +383,7 @@ def _probe(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str
             optimizer.step()
     except (ValueError, RuntimeError):
         return None
-    found: dict[str, Kept] = {}
+    states: dict[str, StateTensor] = {}
     for name, value in optimizer.state[tensor].items():
         if isinstance(value, torch.Tensor):
             if value.numel() > max(1, tensor.numel()):
@@ -384,7 +392,7 @@ def _probe(rule: TorchRule, hyper: Hyper, shape: tuple[int, ...]) -> Mapping[str
                     f"of {tensor.numel()}: the servers keep at most as many as the tensor has"
                 )
             follows = name != STEP and value.dtype == tensor.dtype
-            found[name] = Kept(tuple(value.shape), None if follows else value.dtype)
+            states[name] = StateTensor(tuple(value.shape), None if follows else value.dtype)
         elif isinstance(value, int | float):
-            found[name] = Kept((), None)
-    return found
+            states[name] = StateTensor((), None)
+    return states

@@ -37,7 +37,7 @@ for codec in codecs:
 for codec in codecs:
     if type(codec) in FOR_ROWS:
         load_codecs(block_of(codec, TableSpec(dim, "float32", 0, RuleSpec("options"))))
-        rows = RowCodec(codec, dim, drawn=True)
+        rows = RowCodec(codec, dim, random=True)
         data = np.zeros(rows.size(64) + 7 & -8, np.uint8)
         rows.encode(values, data, 3)
         rows.decode(data[: rows.size(64)], np.empty(512, np.float32))

@@ -81,7 +81,7 @@ def of_rows(codec: Codec | None, values: Floats) -> bytes:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None) -> None:
     for dim, count in itertools.product(DIMS, (0, 1, 5)):
-        rows, values = RowCodec(codec, dim, drawn=False), normal(count, dim, dim)
+        rows, values = RowCodec(codec, dim, random=False), normal(count, dim, dim)
         data = encode(rows, values)
         assert data.tobytes() == of_rows(codec, values), (dim, count)
         found = decode(rows, data, values.shape)
@@ -94,7 +94,7 @@ def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None) -> None:
 @pytest.mark.parametrize("codec", [Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr)
 def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4 | Int2, dim: int) -> None:
     """The mean of 10,000 draws, within 4 standard errors; a value moves by less than a level."""
-    rows, values = RowCodec(codec, dim, drawn=True), normal(3, dim, 1)
+    rows, values = RowCodec(codec, dim, random=True), normal(3, dim, 1)
     drawn = np.empty((10_000, 3, dim), np.float64)
     for seed in range(len(drawn)):
         drawn[seed] = decode(rows, encode(rows, values, seed), values.shape)
@@ -112,7 +112,7 @@ def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4 | Int2,
 
 
 def test_rows_of_one_push_are_rounded_each_in_its_own_way() -> None:
-    values, codec = np.tile(normal(1, 64), (50, 1)), RowCodec(Int4(), 64, drawn=True)
+    values, codec = np.tile(normal(1, 64), (50, 1)), RowCodec(Int4(), 64, random=True)
     found = decode(codec, encode(codec, values, 3), values.shape)
     assert len({row.tobytes() for row in found}) == 50
 
@@ -121,7 +121,7 @@ def test_scale_that_is_none_is_refused() -> None:
     scales = (math.nan, math.inf, -math.inf, -1.0)
     for codec, scale in itertools.product(CODECS[3:], scales):
         assert codec is not None
-        rows = RowCodec(codec, 9, drawn=True)
+        rows = RowCodec(codec, 9, random=True)
         data = encode(rows, normal(4, 9))
         data[8:12].view(np.float32)[...] = scale
         with pytest.raises(ValueError, match=f"a scale of ps.{codec.name} is negative, NaN or Inf"):
@@ -130,7 +130,7 @@ def test_scale_that_is_none_is_refused() -> None:
 
 def test_bytes_of_another_length_are_refused() -> None:
     for codec in CODECS:
-        rows = RowCodec(codec, 9, drawn=True)
+        rows = RowCodec(codec, 9, random=True)
         size = rows.size(4)
         for wrong in (0, size - 1, size + 1):
             with pytest.raises(ValueError, match=f"{wrong} bytes came where {size} are needed"):
@@ -139,7 +139,7 @@ def test_bytes_of_another_length_are_refused() -> None:
 
 @given(st.binary(max_size=150), st.sampled_from(CODECS), st.sampled_from([1, 3, 9, 20]))
 def test_any_bytes_are_rows_or_refused(data: bytes, codec: Codec | None, dim: int) -> None:
-    rows = RowCodec(codec, dim, drawn=True)
+    rows = RowCodec(codec, dim, random=True)
     given_bytes = aligned(len(data))
     given_bytes[...] = np.frombuffer(data, np.uint8)
     for count in (len(data) // rows.row_bytes, 3):
@@ -160,7 +160,7 @@ def test_codecs_that_leave_values_out_are_not_for_rows() -> None:
             "ps.Int2 and ps.Sign are"
         )
         with pytest.raises(ValueError, match="is not for rows of a table"):
-            RowCodec(codec, 8, drawn=True)
+            RowCodec(codec, 8, random=True)
 
 
 class OfMine(Int8):

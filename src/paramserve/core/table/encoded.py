@@ -43,8 +43,8 @@ class RowCodecs:
         self.dim = spec.table.dim
         push = None if spec.push is None else build(spec.push)
         pull = None if spec.pull is None else build(spec.pull)
-        self.push = RowCodec(push, self.dim, drawn=True)
-        self.pull = RowCodec(pull, self.dim, drawn=False)
+        self.push = RowCodec(push, self.dim, random=True)
+        self.pull = RowCodec(pull, self.dim, random=False)
 
     @property
     def push_even_local(self) -> bool:
