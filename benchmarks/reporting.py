@@ -102,7 +102,7 @@ def scrape_s() -> list[float]:
     )
     reporter = Prometheus(port=0)
     reporter.open(RunInfo("train", MANY, 8, "Async()", 1))
-    reporter.report(ps.Report(status, Monotonic().taken(status), []))
+    reporter.report(ps.Report(status, Monotonic().samples(status), []))
     took = []
     try:
         for _ in range(SCRAPES):

@@ -181,9 +181,9 @@ class CoordinatorRole:
         return {shard: each.addresses for shard, each in sorted(servers.items()) if each.lost}
 
     def _debug(self, ask: AskDebug) -> DebugReport:
-        known, config = self._coordination.membership.servers, self._coordination.config
-        every = range(max(config.servers, *(shard + 1 for shard in known), 0))
-        addresses = tuple(known[k].addresses if k in known else () for k in every)
+        servers, config = self._coordination.membership.servers, self._coordination.config
+        every = range(max(config.servers, *(shard + 1 for shard in servers), 0))
+        addresses = tuple(servers[k].addresses if k in servers else () for k in every)
         return report(ask, config, addresses)
 
     def _tick(self) -> None:

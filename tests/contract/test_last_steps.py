@@ -82,7 +82,7 @@ def test_last_step_is_the_last_one_that_was_answered(
 
     found, history = Ranks(make_cluster(workers=1), work).start(0).end()[0]
     assert found == clocks
-    kept = [each.clock for each in history.kept()]
+    kept = [each.clock for each in history.records()]
     assert kept == list(range(1, kept[-1] + 1))
     assert kept[-1] == (2 if "consistency" in options else 4)
 

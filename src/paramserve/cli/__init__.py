@@ -191,19 +191,19 @@ def _save_rest(result: Result | None, path: str | None) -> None:
     if path is None:
         return
     if result is None:
-        told = "was not written: the servers could not be read"
+        outcome = "was not written: the servers could not be read"
     elif not result.values:
-        told = "was not written: the run has defined no values"
+        outcome = "was not written: the run has defined no values"
     else:
         try:
             _save(result, path)
-            told = "has the model as it was when the run ended early"
+            outcome = "has the model as it was when the run ended early"
         except ParamServeError as error:  # it names the file, and where the model is instead
             click.echo(f"paramserve: {error}", err=True)
             return
         except OSError as error:
-            told = f"was not written: {error}"
-    click.echo(f"paramserve: {path} {told}", err=True)
+            outcome = f"was not written: {error}"
+    click.echo(f"paramserve: {path} {outcome}", err=True)
 
 
 def _on_worker_death(name: str) -> Any:
@@ -240,9 +240,9 @@ def load_function(target: str, argv: Sequence[str]) -> tuple[str, Callable[..., 
     module = load_script(script, argv)
     function = getattr(module, name, None)
     if not callable(function):
-        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise click.BadParameter(
-            f"{path} has no function {name!r}; it has {', '.join(found) if found else 'none'}",
+            f"{path} has no function {name!r}; it has {', '.join(names) if names else 'none'}",
             param_hint="SCRIPT:FUNCTION",
         )
     return path, function

@@ -41,13 +41,13 @@ def list_all(folder: str) -> None:
     """List the checkpoints in FOLDER, the newest first."""
     from paramserve.observe.parts import Part
 
-    found, refused = _folder(folder).manifests()
+    manifests, refused = _folder(folder).manifests()
     columns = ("NAME", "WRITTEN", "SIZE", "SERVERS", "RUN")
     table = Part("", *columns, least=("SERVERS", "RUN", "SIZE", "WRITTEN"))
-    for each in found:
+    for each in manifests:
         written, size = _when(each), in_bytes(each.nbytes)
         table.add_row(each.name, written, size, str(each.cut.shards), each.run)
-    if found:
+    if manifests:
         for line in table.as_lines(_terminal_width()):
             click.echo(line)
     else:
@@ -62,7 +62,7 @@ def list_all(folder: str) -> None:
 @click.argument("path", type=Place())
 def show(path: str) -> None:
     """Tell what a checkpoint has: what was cut, its groups, tables and files."""
-    _, manifest = _found(path)
+    _, manifest = _newest_or_named(path)
     cut = manifest.cut
     click.echo(f"{manifest.name}, written {_when(manifest)} by run {manifest.run!r}")
     click.echo(f"  {in_bytes(manifest.nbytes)} of {cut.shards} servers and {cut.workers} workers")
@@ -71,8 +71,8 @@ def show(path: str) -> None:
     for table, layers in manifest.layers.items():
         more = f" and {len(layers) - 1} increments" if len(layers) > 1 else ""
         click.echo(f"  table {table!r}: all rows{more}")
-    for torn in cut.torn:
-        click.echo(f"  only some servers have {torn}")
+    for client in cut.torn:
+        click.echo(f"  only some servers have {client}")
     if cut.stale_state:
         ranks = ", ".join(map(str, cut.stale_state))
         click.echo(f"  what these ranks saved is older than the rest: {ranks}")
@@ -91,12 +91,12 @@ def verify(path: str) -> None:
 
     root, name = _split(path)
     folder = _folder(root)
-    found, refused = ([folder.named(name)], {}) if name else folder.manifests()
+    manifests, refused = ([folder.named(name)], {}) if name else folder.manifests()
     bad = [*refused.values()]
-    for manifest in found:
-        with Checkpoint(folder.storage, manifest) as saved, _bar(manifest) as told:
+    for manifest in manifests:
+        with Checkpoint(folder.storage, manifest) as saved, _bar(manifest) as progress:
             try:
-                saved.verify(told)
+                saved.verify(progress)
             except CheckpointError as error:
                 bad.append(error)
                 continue
@@ -104,9 +104,9 @@ def verify(path: str) -> None:
         click.echo(f"paramserve: {manifest.name} is whole: {files}")
     for each in bad:
         click.echo(f"paramserve: {each}", err=True)
-    if not found and not bad:
+    if not manifests and not bad:
         click.echo(f"paramserve: {shown(root)} has no checkpoints", err=True)
-    if bad or not found:
+    if bad or not manifests:
         raise click.exceptions.Exit(1)
 
 
@@ -137,19 +137,19 @@ def export(path: str, kind: str, out: str, group: str | None, optimizer: bool) -
         out = check_out(out, "--out")
     elif optimizer:
         raise click.UsageError("--optimizer is of --to torch")
-    folder, manifest = _found(path)
-    with Checkpoint(folder.storage, manifest) as saved, _bar(manifest) as told:
+    folder, manifest = _newest_or_named(path)
+    with Checkpoint(folder.storage, manifest) as saved, _bar(manifest) as progress:
         if kind == "parquet":
             if group is not None:
                 raise click.UsageError("--group is of a model, and --to parquet writes the tables")
-            written = exporting.write_tables(saved, out, told)
+            written = exporting.write_tables(saved, out, progress)
             lines = [f"{rows} rows of {name!r} are in {at}" for name, (at, rows) in written.items()]
         else:
-            state = exporting.model_of(saved, group, told)
+            state = exporting.model_of(saved, group, progress)
             more = " and the optimizer's state" if optimizer else ""
             lines = [f"{len(state)} tensors{more} of {manifest.name} are in {out}"]
             if optimizer:
-                both = {"model": state, "optimizer": exporting.optimizer_of(saved, group, told)}
+                both = {"model": state, "optimizer": exporting.optimizer_of(saved, group, progress)}
                 save(out, both)
             elif kind == "torch":
                 save(out, state)
@@ -166,9 +166,9 @@ def prune(folder: str, keep: int) -> None:
     """Remove old checkpoints, and files that none needs any more. No run may be writing there."""
     name = f"paramserve checkpoints prune {os.getpid()}"
     with _folder(folder).claimed(name, passing=True) as owned:
-        gone = owned.prune(keep)
-    names = ", ".join(gone.checkpoints) or "no checkpoint"
-    click.echo(f"paramserve: removed {names}, {in_bytes(gone.nbytes)}")
+        pruned = owned.prune(keep)
+    names = ", ".join(pruned.checkpoints) or "no checkpoint"
+    click.echo(f"paramserve: removed {names}, {in_bytes(pruned.nbytes)}")
 
 
 def _terminal_width() -> int | None:
@@ -191,7 +191,7 @@ def _split(path: str) -> tuple[str, str | None]:
     return root, name
 
 
-def _found(path: str) -> tuple[Folder, Manifest]:
+def _newest_or_named(path: str) -> tuple[Folder, Manifest]:
     """The checkpoint that a path means; of a folder the newest that can be read."""
     root, name = _split(path)
     folder = _folder(root)

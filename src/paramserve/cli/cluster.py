@@ -167,7 +167,7 @@ def serve(
     own = [load_object(each) for each in rules]
     policy = policy_of(consistency, own)
     server_log.begin(log_form)
-    with server_log.told(log_form):
+    with server_log.log_errors(log_form):
         run(
             rules=own,
             consistency=policy,
@@ -241,15 +241,15 @@ def status(
     terminal = Console() if sys.stdout.isatty() else None
     try:
         while True:
-            told = overview.fresh(STATUS_S)
+            latest = overview.fresh(STATUS_S)
             if as_json:
-                report = told.checkpoints
+                report = latest.checkpoints
                 saved = checkpoint_status(report) if report is not None else None
-                print(encode(of_cluster(told, {}, saved)).decode(), flush=True)
+                print(encode(of_cluster(latest, {}, saved)).decode(), flush=True)
             elif terminal is not None:
-                terminal.print(as_table(address, told, terminal.width))
+                terminal.print(as_table(address, latest, terminal.width))
             else:
-                print(as_text(address, told), flush=True)
+                print(as_text(address, latest), flush=True)
             if every_s is None:
                 return
             time.sleep(every_s)

@@ -26,7 +26,7 @@ ANSWER_S = 5.0
 """For each process."""
 
 
-def asked(
+def ask_process(
     addresses: Sequence[str], credentials: Credentials, *, coordinator: bool, whole: bool
 ) -> DebugReport:
     """What the server at these addresses tells of itself, or the coordinator.
@@ -54,10 +54,10 @@ def collect(address: str, credentials: Credentials) -> Iterator[tuple[str, str]]
     """
     about: dict[str, Any] = {"collected": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     try:
-        lead = asked([address], credentials, coordinator=True, whole=True)
+        lead = ask_process([address], credentials, coordinator=True, whole=True)
     except ParamServeError as error:
         # Its server may answer where the coordinator does not: both are one process.
-        alone = asked([address], credentials, coordinator=False, whole=True)
+        alone = ask_process([address], credentials, coordinator=False, whole=True)
         yield "coordinator.failed.txt", str(error)
         yield from _files(f"server-{alone.number}", alone, about)
         yield "about.json", _json(about)
@@ -75,24 +75,24 @@ def collect(address: str, credentials: Credentials) -> Iterator[tuple[str, str]]
             yield f"{name}.failed.txt", "the coordinator knows no such server: not there, or lost"
             continue
         try:
-            told = asked(reached or addresses, credentials, coordinator=False, whole=True)
+            answer = ask_process(reached or addresses, credentials, coordinator=False, whole=True)
         except ParamServeError as error:
             yield f"{name}.failed.txt", str(error)
         else:
-            yield from _files(name, told, about)
+            yield from _files(name, answer, about)
     yield "about.json", _json(about)
 
 
-def _files(name: str, told: DebugReport, about: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _files(name: str, answer: DebugReport, about: dict[str, Any]) -> Iterator[tuple[str, str]]:
     about[name] = {
-        "pid": told.pid,
-        "host": told.host,
-        "versions": told.versions,
-        "clock": told.time_s - time.time(),
+        "pid": answer.pid,
+        "host": answer.host,
+        "versions": answer.versions,
+        "clock": answer.time_s - time.time(),
     }
-    yield f"{name}.config.json", told.config + "\n"
-    yield f"{name}.log.jsonl", "".join(f"{line}\n" for line in told.record)
-    yield f"{name}.stacks.txt", told.stacks
+    yield f"{name}.config.json", answer.config + "\n"
+    yield f"{name}.log.jsonl", "".join(f"{line}\n" for line in answer.record)
+    yield f"{name}.stacks.txt", answer.stacks
 
 
 def _status(address: str, credentials: Credentials) -> str:
@@ -104,9 +104,9 @@ def _status(address: str, credentials: Credentials) -> str:
 
     overview = Overview((address,), credentials, Limits(), Deadlines(), records=False, served=True)
     with closing(overview):
-        told = overview.fresh(ANSWER_S)
-    saved = checkpoint_status(told.checkpoints) if told.checkpoints is not None else None
-    return format(encode(of_cluster(told, {}, saved)).decode()) + "\n"
+        latest = overview.fresh(ANSWER_S)
+    saved = checkpoint_status(latest.checkpoints) if latest.checkpoints is not None else None
+    return format(encode(of_cluster(latest, {}, saved)).decode()) + "\n"
 
 
 def _json(about: Mapping[str, Any]) -> str:
@@ -122,19 +122,19 @@ def write(out: Path, files: Iterator[tuple[str, str]]) -> list[str]:
         OSError: it cannot be made.
     """
     names = []
-    found = [(name, without_secrets(text)) for name, text in files]
+    texts = [(name, without_secrets(text)) for name, text in files]
     if out.suffix == ".zip":
         fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with (
             os.fdopen(fd, "wb") as file,
             zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed,
         ):
-            for name, text in found:
+            for name, text in texts:
                 packed.writestr(f"{out.stem}/{name}", text)
                 names.append(name)
         return names
     out.mkdir(mode=0o700)
-    for name, text in found:
+    for name, text in texts:
         (out / name).write_text(text, encoding="utf-8")
         names.append(name)
     return names

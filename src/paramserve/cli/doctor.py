@@ -19,7 +19,7 @@ import click
 
 from paramserve import __version__, kernel_folder
 from paramserve.cli.cluster import tls_of, with_tls
-from paramserve.cli.debug import asked
+from paramserve.cli.debug import ask_process
 from paramserve.errors import ParamServeError
 from paramserve.machine import cores, cpu_quota, memory_bytes
 from paramserve.observe.amounts import in_bytes
@@ -69,19 +69,19 @@ def of_machine() -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    told = f"{sys.version.split()[0]} on {sys.platform}, paramserve {__version__}"
+    versions = f"{sys.version.split()[0]} on {sys.platform}, paramserve {__version__}"
     if sys.platform != "linux":
         advice = "runs on Linux only are tested: shared memory between processes needs it"
-        return Finding("python", "slower", told, advice)
-    return Finding("python", "ok", told)
+        return Finding("python", "slower", versions, advice)
+    return Finding("python", "ok", versions)
 
 
 def _cores() -> Finding:
     quota, count = cpu_quota(), cores()
-    told = f"{count}" + (f", of a quota of {quota:g}" if quota is not None else "")
+    text = f"{count}" + (f", of a quota of {quota:g}" if quota is not None else "")
     if count < 2:
-        return Finding("cores", "slower", told, "a server and a worker take turns on one core")
-    return Finding("cores", "ok", told)
+        return Finding("cores", "slower", text, "a server and a worker take turns on one core")
+    return Finding("cores", "ok", text)
 
 
 def _memory() -> Finding:
@@ -132,14 +132,14 @@ def _wakeups() -> Finding:
     from paramserve.transport.wakeup import wake_s
 
     cost = wake_s()
-    told = f"{cost * 1e6:.0f} us"
+    latency = f"{cost * 1e6:.0f} us"
     if cost > WAKE_S_SLOW:
         advice = (
             "virtual machines halt idle cores, and a small step waits that long for each answer; "
             "steps of some ms do not notice"
         )
-        return Finding("wake-up of a thread", "slower", told, advice)
-    return Finding("wake-up of a thread", "ok", told)
+        return Finding("wake-up of a thread", "slower", latency, advice)
+    return Finding("wake-up of a thread", "ok", latency)
 
 
 def _clock() -> Finding:
@@ -181,11 +181,11 @@ def _kernels() -> Finding:
 def _packages() -> Iterator[Finding]:
     for name, use in EXTRAS.items():
         try:
-            told = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             yield Finding(name, "missing", "not installed", f"for {use}: pip install {name}")
             continue
-        yield Finding(name, "ok", told + (_cuda() if name == "torch" else ""))
+        yield Finding(name, "ok", installed + (_cuda() if name == "torch" else ""))
 
 
 def _cuda() -> str:
@@ -227,7 +227,7 @@ def of_cluster(address: str, token_file: str | None, tls: Any) -> Iterator[Findi
     credentials = credentials_of(token_file, tls)
     try:
         began = time.time()
-        about = asked([full_address(address)], credentials, coordinator=False, whole=False)
+        about = ask_process([full_address(address)], credentials, coordinator=False, whole=False)
         ended = time.time()
     except ParamServeError as error:
         yield Finding("server", "wrong", error.failed, error.fix)
@@ -244,32 +244,32 @@ def of_cluster(address: str, token_file: str | None, tls: Any) -> Iterator[Findi
     )
     try:
         began = time.perf_counter()
-        told = overview.fresh(CONNECT_S)
+        latest = overview.fresh(CONNECT_S)
         took_ms = (time.perf_counter() - began) * 1000
     except ParamServeError as error:
         yield Finding("cluster", "wrong", error.failed, error.fix)
         return
     finally:
         overview.close()
-    servers = f"{len(told.servers)} of {max(told.expected_servers, 1)} servers"
-    live = sum(each.state == "live" for each in told.members)
-    found = f"{servers}, {live} of {len(told.members)} workers, answer in {took_ms:.1f} ms"
-    silent = [str(each) for each in told.silent_servers]
+    servers = f"{len(latest.servers)} of {max(latest.expected_servers, 1)} servers"
+    live = sum(each.state == "live" for each in latest.members)
+    text = f"{servers}, {live} of {len(latest.members)} workers, answer in {took_ms:.1f} ms"
+    silent = [str(each) for each in latest.silent_servers]
     if silent:
         advice = "look whether these processes run: they have ended, or have not been heard of"
-        yield Finding("cluster", "wrong", f"{found}; silent: shard {', '.join(silent)}", advice)
+        yield Finding("cluster", "wrong", f"{text}; silent: shard {', '.join(silent)}", advice)
     else:
-        yield Finding("cluster", "ok", found)
+        yield Finding("cluster", "ok", text)
 
 
-def version_finding(told: Mapping[str, str]) -> Finding:
+def version_finding(versions: Mapping[str, str]) -> Finding:
     """Whether a server runs what runs here."""
-    there, python = told.get("paramserve", "unknown"), told.get("python", "unknown")
-    found = f"paramserve {there} on python {python} there"
+    there, python = versions.get("paramserve", "unknown"), versions.get("python", "unknown")
+    text = f"paramserve {there} on python {python} there"
     if there != __version__:
         advice = f"here it is {__version__}: run one version of paramserve on all sides"
-        return Finding("version", "differs", found, advice)
-    return Finding("version", "ok", found)
+        return Finding("version", "differs", text, advice)
+    return Finding("version", "ok", text)
 
 
 def clock_finding(there_s: float, began_s: float, ended_s: float) -> Finding:
@@ -281,14 +281,14 @@ def clock_finding(there_s: float, began_s: float, ended_s: float) -> Finding:
     skew_s = there_s - (began_s + ended_s) / 2
     sure_s = (ended_s - began_s) / 2
     ahead = "ahead of" if skew_s > 0 else "behind"
-    found = f"{abs(skew_s):.3f} s {ahead} this one, give or take {sure_s:.3f} s"
+    text = f"{abs(skew_s):.3f} s {ahead} this one, give or take {sure_s:.3f} s"
     if abs(skew_s) - sure_s > SKEW_S:
         advice = (
             "times in logs, metrics and checkpoints differ as much, and a new certificate may not "
             "be valid yet: run a time service, such as chrony, on all hosts"
         )
-        return Finding("clock there", "differs", found, advice)
-    return Finding("clock there", "ok", found)
+        return Finding("clock there", "differs", text, advice)
+    return Finding("clock there", "ok", text)
 
 
 @click.command()

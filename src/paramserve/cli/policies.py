@@ -46,18 +46,18 @@ def policy_of(
         click.BadParameter: it is none.
     """
     own = {getattr(each, "__name__", ""): each for each in registered}
-    known = {**own, **RULES, **CODECS, **PARTS, **BUILT_IN}
+    names = {**own, **RULES, **CODECS, **PARTS, **BUILT_IN}
     policies = {**{name: each for name, each in own.items() if _is_policy(each)}, **BUILT_IN}
     try:
         written = in_python(text)
-        found = evaluate(_parsed(text, written, policies, option), known)
-        if _is_policy(found):
-            found = found()
+        value = evaluate(_parsed(text, written, policies, option), names)
+        if _is_policy(value):
+            value = value()
     except (SyntaxError, ValueError, TypeError) as error:
         raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
-    if not isinstance(found, Policy):
+    if not isinstance(value, Policy):
         raise click.BadParameter(f"{text!r} is no policy; give {POLICY_HELP}", param_hint=option)
-    return found
+    return value
 
 
 def _is_policy(thing: Any) -> bool:
@@ -68,33 +68,33 @@ def _parsed(text: str, written: str, policies: Mapping[str, Any], option: str) -
     """A policy's expression; where it begins with a word that names none, that is what is told."""
     word = text.strip().partition(":")[0].partition("(")[0]
     if word.isidentifier() and written == text and word not in policies:
-        known = ", ".join((*SHORT, *sorted(policies)))
+        valid = ", ".join((*SHORT, *sorted(policies)))
         near = get_close_matches(word, (*SHORT, *policies), n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else ""
         if not near and "(" in text and option == "--consistency":  # which has --rules beside it
-            meant = f"; import your own with --rules module:{word}"
-        raise ValueError(f"no policy is called {word!r}{meant}; known: {known}")
+            hint = f"; import your own with --rules module:{word}"
+        raise ValueError(f"no policy is called {word!r}{hint}; known: {valid}")
     return ast.parse(written, mode="eval").body
 
 
-def evaluate(node: ast.expr, known: Mapping[str, Any]) -> Any:
+def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression of known names, calls of them and plain values.
 
     Raises:
         ValueError, TypeError: it holds anything else, or a call is refused.
     """
     if isinstance(node, ast.Name):
-        if node.id not in known:
-            raise ValueError(f"unknown name {node.id!r}; known: {', '.join(sorted(known))}")
-        return known[node.id]
+        if node.id not in names:
+            raise ValueError(f"unknown name {node.id!r}; known: {', '.join(sorted(names))}")
+        return names[node.id]
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    given = [evaluate(each, known) for each in node.args]
-    named = {each.arg or "**": evaluate(each.value, known) for each in node.keywords}
-    kind = evaluate(node.func, known) if isinstance(node.func, ast.Name) else None
+    args = [evaluate(each, names) for each in node.args]
+    named = {each.arg or "**": evaluate(each.value, names) for each in node.keywords}
+    kind = evaluate(node.func, names) if isinstance(node.func, ast.Name) else None
     if not isinstance(kind, type):
         raise ValueError(f"{ast.unparse(node.func)} is no class")
-    return kind(*given, **named)
+    return kind(*args, **named)
 
 
 def in_python(text: str) -> str:
@@ -115,11 +115,11 @@ def in_python(text: str) -> str:
         raise ValueError(
             f"{text!r}: after {name}: stands a value of {first}, or NAME=VALUE with commas between"
         )
-    given = [ast.keyword(first, each) for each in call.args] + call.keywords
+    args = [ast.keyword(first, each) for each in call.args] + call.keywords
     words = [
         ast.keyword(each.arg, ast.Constant(each.value.id))
         if isinstance(each.value, ast.Name)  # sync:mean
         else each
-        for each in given
+        for each in args
     ]
     return ast.unparse(ast.Call(call.func, [], words))

@@ -32,7 +32,7 @@ def begin(form: str) -> None:
 
 
 @contextmanager
-def told(form: str) -> Iterator[None]:
+def log_errors(form: str) -> Iterator[None]:
     """In the form "json", an error that ends the command is a line of the log, too.
 
     Raises:
@@ -65,7 +65,7 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
     kind, error, where = args.exc_type, args.exc_value, args.exc_traceback
     if error is None or issubclass(kind, SystemExit):
         return
-    shown: tuple[type[BaseException], BaseException, TracebackType | None] = (kind, error, where)
+    exc_info: tuple[type[BaseException], BaseException, TracebackType | None] = (kind, error, where)
     name = args.thread.name if args.thread is not None else "of no name"
-    logger.error("thread %s failed", name, exc_info=shown, extra=event("bug"))
+    logger.error("thread %s failed", name, exc_info=exc_info, extra=event("bug"))
     sys.stderr.flush()

@@ -52,8 +52,8 @@ def with_settings(command: F) -> F:
     for table, kind in reversed([*KINDS.items()]):
         for field in reversed(names_of(kind)):
             option = f"--{field.replace('_', '-')}"
-            kept = f"{table}_{field}"
-            command = click.option(option, kept, type=Setting(kind, field), hidden=True)(command)
+            key = f"{table}_{field}"
+            command = click.option(option, key, type=Setting(kind, field), hidden=True)(command)
     command = click.option(
         "--show-config",
         is_flag=True,
@@ -73,14 +73,14 @@ def take_settings(options: dict[str, Any]) -> None:
     """Replace in `options` what `with_settings` has added by `deadlines` and `limits`: the
     settings, or None where none was given. With --show-config, print what holds and exit."""
     if options["show_config"]:
-        click.echo("\n".join(_shown(click.get_current_context(), options)))
+        click.echo("\n".join(_toml_lines(click.get_current_context(), options)))
         click.get_current_context().exit()
     for name in OWN:
         del options[name]
     for table, kind in KINDS.items():
-        given = {field: options.pop(f"{table}_{field}") for field in names_of(kind)}
-        given = {field: number for field, number in given.items() if number is not None}
-        options[table] = kind(**given) if given else None
+        values = {field: options.pop(f"{table}_{field}") for field in names_of(kind)}
+        values = {field: number for field, number in values.items() if number is not None}
+        options[table] = kind(**values) if values else None
 
 
 def require(options: Mapping[str, Any], *names: str) -> None:
@@ -96,13 +96,13 @@ def meanings(kind: type[Deadlines | Limits]) -> dict[str, str]:
     """What the text behind each field of a class of settings says, on one line each."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    texts = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign):
             assert isinstance(field.target, ast.Name)
             assert isinstance(text, ast.Expr), f"{field.target.id} has no text"
-            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+            texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def _load(context: click.Context, param: click.Parameter, path: str | None) -> s
         for name in COMMANDS:
             own = name == context.command.name
             command = context.command if own else _command(root, name)
-            given = _options(path, name, command, tables.get(name, {}))
-            values |= _converted(context, path, name, given) if own else {}
+            options = _options(path, name, command, tables.get(name, {}))
+            values |= _converted(context, path, name, options) if own else {}
     except (OSError, ValueError) as error:
         raise click.BadParameter(str(error), context, param) from error
     context.default_map = values
@@ -135,7 +135,7 @@ def _command(root: click.Context, name: str) -> click.Command | None:
 
 
 def _options(
-    path: str, table: str, command: click.Command | None, given: Mapping[str, Any]
+    path: str, table: str, command: click.Command | None, values: Mapping[str, Any]
 ) -> list[tuple[click.Option, Any]]:
     """The options that a command's table means, with their values.
 
@@ -144,29 +144,29 @@ def _options(
     """
     if command is None:
         return []
-    known = {_name(option): option for option in _of_table(command)}
-    for name in given:
-        check_name(f"{path}: [{table}]: no option", name, tuple(known))
-        _check_type(f"{path}: [{table}] {name}", known[name], given[name])
-    return [(known[name], value) for name, value in given.items()]
+    by_name = {_name(option): option for option in _of_table(command)}
+    for name in values:
+        check_name(f"{path}: [{table}]: no option", name, tuple(by_name))
+        _check_type(f"{path}: [{table}] {name}", by_name[name], values[name])
+    return [(by_name[name], value) for name, value in values.items()]
 
 
 def _converted(
-    context: click.Context, path: str, table: str, given: list[tuple[click.Option, Any]]
+    context: click.Context, path: str, table: str, pairs: list[tuple[click.Option, Any]]
 ) -> dict[str, Any]:
-    for option, value in given:
+    for option, value in pairs:
         try:
             option.type_cast_value(context, value)
         except click.BadParameter as error:
             raise ValueError(f"{path}: [{table}] {_name(option)}: {error.message}") from error
-    return {str(option.name): value for option, value in given}
+    return {str(option.name): value for option, value in pairs}
 
 
 def _of_table(command: click.Command) -> Iterator[click.Option]:
     """The options of a command that its table may have."""
     for param in command.params:
-        known = isinstance(param, click.Option) and param.name not in OWN
-        if known and not any(str(param.name).startswith(f"{table}_") for table in KINDS):
+        eligible = isinstance(param, click.Option) and param.name not in OWN
+        if eligible and not any(str(param.name).startswith(f"{table}_") for table in KINDS):
             assert isinstance(param, click.Option)
             yield param
 
@@ -188,18 +188,18 @@ def _check_type(where: str, option: click.Option, value: Any) -> None:
         what = "a number", (int, float)
     else:
         what = "a string", str
-    told, kind = what
+    kind_text, kind = what
     wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
     if not wrong and isinstance(value, list):
         wrong = not all(isinstance(each, str) for each in value)
     if wrong:
-        raise ValueError(f"{where} must be {told}, not {value!r}")
+        raise ValueError(f"{where} must be {kind_text}, not {value!r}")
 
 
 # --- what holds ----------------------------------------------------------------------------------
 
 
-def _shown(context: click.Context, options: Mapping[str, Any]) -> Iterator[str]:
+def _toml_lines(context: click.Context, options: Mapping[str, Any]) -> Iterator[str]:
     """What holds, as TOML that --config takes; each value with where it comes from."""
     table = str(context.command.name)
     yield f"[{table}]"
@@ -214,10 +214,10 @@ def _shown(context: click.Context, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"\n[{part}]"
         texts = meanings(kind)
         for field in names_of(kind):
-            kept = f"{part}_{field}"
-            value = options[kept] if options[kept] is not None else getattr(kind(), field)
+            key = f"{part}_{field}"
+            value = options[key] if options[key] is not None else getattr(kind(), field)
             yield f"# {texts[field]}"
-            yield f"{field} = {_toml(value)}{_source(context, options, kept)}"
+            yield f"{field} = {_toml(value)}{_source(context, options, key)}"
 
 
 def _source(context: click.Context, options: Mapping[str, Any], name: str) -> str:

@@ -447,8 +447,8 @@ class AsyncLocalSteps(Async):
 def _check_own_steps(policy: LocalSteps | AsyncLocalSteps) -> None:
     name, outer = type(policy).__name__, policy.outer
     check_count(f"every of {name}", policy.every)
-    known: object = outer
-    if not (isinstance(known, Rule) and is_built_in(known)):
+    outer_rule: object = outer
+    if not (isinstance(outer_rule, Rule) and is_built_in(outer_rule)):
         raise TypeError(
             f"outer of {name} must be a built-in rule, as in ps.SGD(lr=0.7), not {outer!r}"
         )

@@ -58,8 +58,8 @@ class PolicyTraits(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether a worker may wait for members that are slower."""
-        asked = self.policy is None or type(self.policy).on_pull is not Policy.on_pull
-        return self.collects or asked
+        decides_pulls = self.policy is None or type(self.policy).on_pull is not Policy.on_pull
+        return self.collects or decides_pulls
 
 
 def check_table_policy(name: str, policy: Policy, table: bool) -> None:
@@ -88,9 +88,9 @@ def is_for_tables(policy: ConsistencySpec, dtype: str) -> bool:
         dtype: of the table. Parts of what workers push are no whole numbers: int64 takes no mean
             of them, and no damping.
     """
-    given = policy.options
-    parts = policy.name == Buffered.__name__ or given.get("reduce") == "mean"
-    parts = parts or given.get("damping") is not None
+    options = policy.options
+    parts = policy.name == Buffered.__name__ or options.get("reduce") == "mean"
+    parts = parts or options.get("damping") is not None
     return not policy.dense_only and not (dtype == "int64" and parts)
 
 
@@ -110,13 +110,15 @@ def spec(policy: Policy) -> ConsistencySpec:
     Raises:
         TypeError: `policy` is no policy, or a field is something else.
     """
-    given: Any = policy
-    if isinstance(given, type) and issubclass(given, Policy):
-        name = f"ps.{given.__name__}" if given in BUILT_IN.values() else given.__qualname__
-        raise TypeError(
-            f"consistency must be an object, not the class {given.__name__}: call it: {name}()"
+    candidate: Any = policy
+    if isinstance(candidate, type) and issubclass(candidate, Policy):
+        name = (
+            f"ps.{candidate.__name__}" if candidate in BUILT_IN.values() else candidate.__qualname__
         )
-    if not isinstance(given, Policy):
+        raise TypeError(
+            f"consistency must be an object, not the class {candidate.__name__}: call it: {name}()"
+        )
+    if not isinstance(candidate, Policy):
         raise TypeError(
             f"consistency must be one of {', '.join(BUILT_IN)}, or of a class of yours that "
             f"derives from ps.Policy (an object, as in ps.Async()), not {policy!r}"
@@ -171,9 +173,9 @@ def build(described: ConsistencySpec, registered: Mapping[str, Any] = NONE) -> P
     """
     kind = BUILT_IN.get(described.name) or registered.get(described.name)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
-        known = sorted({*BUILT_IN, *(k for k, v in registered.items() if isinstance(v, type))})
+        names = sorted({*BUILT_IN, *(k for k, v in registered.items() if isinstance(v, type))})
         raise UnknownRule(
-            f"unknown consistency policy {described.name!r}; known: {', '.join(known)}",
+            f"unknown consistency policy {described.name!r}; known: {', '.join(names)}",
             fix=f"start the servers with rules=[{described.name}] (paramserve serve: --rules "
             f"module:{described.name}), or use one of these; servers run no code that they were "
             "not started with",
@@ -216,10 +218,10 @@ def _is_object(declared: str, value: Any) -> bool:
 def _part(name: str, value: Any, options: dict[str, Any], registered: Mapping[str, Any]) -> Any:
     if value in PARTS:
         return PARTS[value](**options)
-    found = registered.get(value)
-    if inspect.isfunction(found):
-        return found
-    if value in BUILT_IN_RULES or isinstance(found, type):
+    thing = registered.get(value)
+    if inspect.isfunction(thing):
+        return thing
+    if value in BUILT_IN_RULES or isinstance(thing, type):
         return build_rule(RuleSpec(value, options), registered)
     raise UnknownRule(
         f"the servers know no function {value!r} for {name}",
@@ -282,11 +284,11 @@ def registered(things: Iterable[Any], consistency: Policy | None = None) -> Regi
             policies.append(each)
         else:
             rules.append(each)
-    found = Registered(check_rules(rules), _check_policies(policies), check_codecs(codecs))
-    both = sorted(found.rules.keys() & found.policies.keys())
+    registry = Registered(check_rules(rules), _check_policies(policies), check_codecs(codecs))
+    both = sorted(registry.rules.keys() & registry.policies.keys())
     if both:
         raise TypeError(f"rules=: {both[0]!r} is the name of a rule and of a policy: rename one")
-    return found
+    return registry
 
 
 def _own(consistency: Policy | None) -> list[Any]:
@@ -306,18 +308,18 @@ def _own(consistency: Policy | None) -> list[Any]:
 # --- policies and functions ---------------------------------------------------------------------
 
 
-def _check_policies(given: Iterable[Any]) -> Mapping[str, Any]:
+def _check_policies(things: Iterable[Any]) -> Mapping[str, Any]:
     """Classes derived from `Policy`, and functions, by name; raises as `registered`."""
-    found: dict[str, Any] = {}
-    for each in given:
+    policies: dict[str, Any] = {}
+    for each in things:
         name = each.__name__
         _check(each, name)
         if name in BUILT_IN or name in PARTS or name in BUILT_IN_RULES:
             raise TypeError(f"rules=: {name!r} is the name of a built-in one: rename yours")
-        if name in found:
+        if name in policies:
             raise TypeError(f"rules=: two are called {name!r}: rename one")
-        found[name] = each
-    return MappingProxyType(found)
+        policies[name] = each
+    return MappingProxyType(policies)
 
 
 def _check(each: Any, name: str) -> None:
@@ -344,11 +346,11 @@ def _check_names(where: str, kind: type[Policy]) -> None:
     none of its own.
     """
     kinds: list[type[Policy]] = [Policy, *BUILT_IN.values()]
-    known = {base for each in kinds for base in each.__mro__}
+    bases = {base for each in kinds for base in each.__mro__}
     methods = [
         (name, thing)
         for base in kind.__mro__
-        if base not in known
+        if base not in bases
         for name, thing in vars(base).items()
         if inspect.isfunction(thing)
     ]
@@ -358,11 +360,11 @@ def _check_names(where: str, kind: type[Policy]) -> None:
     lacks = [name for name in _METHODS if getattr(kind, name) is getattr(Policy, name)]
     used = {name for _, method in methods for name in _names(inspect.unwrap(method))}
     for name in own:
-        meant = get_close_matches(name, _METHODS, 1, RESEMBLES)
-        if name.startswith("on_") and name not in used and meant and meant[0] in lacks:
+        match = get_close_matches(name, _METHODS, 1, RESEMBLES)
+        if name.startswith("on_") and name not in used and match and match[0] in lacks:
             raise TypeError(
                 f"{where}.{name} is called by no server, which asks {', '.join(_METHODS)}: "
-                f"rename it {meant[0]}"
+                f"rename it {match[0]}"
             )
     if len(lacks) == len(_METHODS):
         warn_user(

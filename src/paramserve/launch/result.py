@@ -194,7 +194,7 @@ class Result:
             versions=run.versions if run is not None else {},
             state="stopped" if self.stopped else "finished",
             seconds=self.seconds,
-            curves=curves.kept(),
+            curves=curves.by_name(),
             steps=summaries(self.steps, self.groups),
             step_s=curves.step_s(),
             events=list(self._events()),

@@ -45,19 +45,19 @@ class CheckpointStatus:
     def told(self) -> str:
         """The last one, and why the last one failed that did, without how old it is."""
         size = f" ({in_bytes(self.bytes)}, pause {self.pause_s * 1000:.0f} ms)"
-        told = self.path + size if self.path else "none was written"
-        return f"{told}; {self.failed} failed: {self.why}" if self.why else told
+        text = self.path + size if self.path else "none was written"
+        return f"{text}; {self.failed} failed: {self.why}" if self.why else text
 
     def line(self, *, path: bool = False) -> str:
         """In a few words, with the path of the last one if that is asked for."""
         if not self.path:
-            told = "no checkpoint yet"
+            text = "no checkpoint yet"
         else:
-            told = f"checkpoint {_age(self.age_s)} old"
+            text = f"checkpoint {_age(self.age_s)} old"
             if self.bytes:
-                told += f" ({in_bytes(self.bytes)}, pause {self.pause_s * 1000:.0f} ms)"
-            told += f" in {self.path}" if path else ""
-        return f"{told}, {self.failed} failed: {self.why}" if self.why else told
+                text += f" ({in_bytes(self.bytes)}, pause {self.pause_s * 1000:.0f} ms)"
+            text += f" in {self.path}" if path else ""
+        return f"{text}, {self.failed} failed: {self.why}" if self.why else text
 
 
 def checkpoint_status(report: CheckpointReport) -> CheckpointStatus:
@@ -104,9 +104,9 @@ class Rollback(NamedTuple):
             f"the checkpoint {self.path}" if self.path else "its beginning, without a checkpoint"
         )
         cause, *_ = self.error.failed.splitlines() or [""]
-        lost = "1 update is" if self.updates_lost == 1 else f"{self.updates_lost:,} updates are"
-        known = f"at least {lost} lost" if self.updates_lost else "what came since is lost"
-        return f"{cause}: the run goes on from {where}{back}; {known}"
+        updates = "1 update is" if self.updates_lost == 1 else f"{self.updates_lost:,} updates are"
+        loss = f"at least {updates} lost" if self.updates_lost else "what came since is lost"
+        return f"{cause}: the run goes on from {where}{back}; {loss}"
 
 
 def clocks_in_words(clocks: Mapping[str, int]) -> str:
@@ -115,10 +115,10 @@ def clocks_in_words(clocks: Mapping[str, int]) -> str:
 
 
 def _listed(of_groups: Iterable[str]) -> str:
-    told = [*of_groups]
-    if len(told) > GROUPS_TOLD:
-        told[GROUPS_TOLD:] = [f"and {len(told) - GROUPS_TOLD} more"]
-    return f" ({', '.join(told)})" if told else ""
+    names = [*of_groups]
+    if len(names) > GROUPS_TOLD:
+        names[GROUPS_TOLD:] = [f"and {len(names) - GROUPS_TOLD} more"]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _age(seconds: float) -> str:

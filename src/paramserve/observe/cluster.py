@@ -31,14 +31,14 @@ def as_text(address: str, status: Status) -> str:
 def _head(address: str, status: Status) -> list[str]:
     come, expected = len(status.servers), status.expected_servers
     servers = f"{come} of {expected} servers" if come < expected else _count(come, "server")
-    told = [f"cluster at {address}: {servers}, {_count(len(status.members), 'worker')}"]
+    lines = [f"cluster at {address}: {servers}, {_count(len(status.members), 'worker')}"]
     refused = sum(beat.refused for beat in status.servers)
     if refused:
         were, they = ("was", "it was") if refused == 1 else ("were", "they were")
-        told.append(f"{_count(refused, 'peer')} {were} refused before {they} known")
+        lines.append(f"{_count(refused, 'peer')} {were} refused before {they} known")
     if status.checkpoints is not None:
-        told.append(checkpoint_status(status.checkpoints).line(path=True))
-    return told
+        lines.append(checkpoint_status(status.checkpoints).line(path=True))
+    return lines
 
 
 def _count(number: int, noun: str) -> str:
@@ -51,7 +51,7 @@ def _parts(status: Status) -> list[Part]:
     if any(group.table is not None for beat in status.servers for group in beat.groups):
         parts.append(_tables(status))
     if status.sent:
-        parts.append(_sent(status))
+        parts.append(_sent_gradients(status))
     if status.speeds:
         parts.append(_speeds(status))
     if status.leases:
@@ -83,17 +83,17 @@ def _workers(status: Status) -> Part:
     for beat in status.servers:
         for group in beat.groups:
             for rank, clock in group.clocks if is_trained(group.name) else ():
-                known = clocks.setdefault(rank, {})
-                known[group.name] = min(clock, known.get(group.name, clock))
+                by_group = clocks.setdefault(rank, {})
+                by_group[group.name] = min(clock, by_group.get(group.name, clock))
     staleness, dropped = by_rank(status.servers), drops_by_rank(status.servers)
     for member in status.members:
-        told = clocks.get(member.rank, {})
+        own_clocks = clocks.get(member.rank, {})
         pushed = staleness.get(member.rank)
         table.add_row(
             str(member.rank),
             member.state,
             str(member.incarnation),
-            ", ".join(f"{name} {clock}" for name, clock in sorted(told.items())),
+            ", ".join(f"{name} {clock}" for name, clock in sorted(own_clocks.items())),
             str(pushed.pushes) if pushed is not None else "0",
             f"{pushed.mean:.2f} (largest {pushed.max})" if pushed is not None else "",
             str(dropped.get(member.rank, 0)),
@@ -140,26 +140,26 @@ def _tables(status: Status) -> Part:
         if group.table is not None:
             of = group.table
             counts = (of.created, of.evicted, of.deleted, of.unadmitted)
-            told = (f"{of.rows:,}", in_bytes(of.memory_bytes), *(f"{count:,}" for count in counts))
-            table.add_row(name, *told)
+            cells = (f"{of.rows:,}", in_bytes(of.memory_bytes), *(f"{count:,}" for count in counts))
+            table.add_row(name, *cells)
     return table
 
 
-def _sent(status: Status) -> Part:
+def _sent_gradients(status: Status) -> Part:
     columns = ("group", "rank", "gradients", "as sent", "norm left out", "values", "as read")
     least = ("norm left out", "values", "gradients")
     table = Part("encoded", *columns, least=least)
     for name, group in sorted(by_group(status.servers, status.sent).items()):
         for rank, each in group.sent_by_rank.items():
-            sent = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
+            sizes = in_bytes(each.plain_bytes), in_bytes(each.sent_bytes)
             read = in_bytes(each.read_plain_bytes), in_bytes(each.read_bytes)
-            table.add_row(name, str(rank), *sent, f"{each.residual_norm:.3g}", *read)
+            table.add_row(name, str(rank), *sizes, f"{each.residual_norm:.3g}", *read)
     return table
 
 
 def _speeds(status: Status) -> Part:
     table = Part("own steps", "group", "rank", "a second", "before the last exchange")
-    for rank, each in sorted(status.speeds, key=lambda told: (told[1].group, told[0])):
+    for rank, each in sorted(status.speeds, key=lambda entry: (entry[1].group, entry[0])):
         table.add_row(each.group, str(rank), f"{each.steps_per_s:.3g}", f"{each.steps:,}")
     return table
 
@@ -167,7 +167,7 @@ def _speeds(status: Status) -> Part:
 def _leases(status: Status) -> Part:
     table = Part("samples by lease", "loader", "rank", "given", "done", "repeated")
     for loader in status.leases:
-        for number, (rank, given, done) in enumerate(loader.ranks):
+        for number, (rank, leased, done) in enumerate(loader.ranks):
             of_all = (loader.loader, str(loader.repeated)) if number == 0 else ("", "")
-            table.add_row(of_all[0], str(rank), str(given), str(done), of_all[1])
+            table.add_row(of_all[0], str(rank), str(leased), str(done), of_all[1])
     return table

@@ -53,7 +53,7 @@ class History:
 
     def __init__(self) -> None:
         self.last: StepRecord | None = None
-        self._kept: list[StepRecord] = []
+        self._records: list[StepRecord] = []
         self._count = 0
         self._every = 1
 
@@ -61,15 +61,15 @@ class History:
         """Another step was answered."""
         self.last = record
         if self._count % self._every == 0:
-            self._kept.append(record)
-            if len(self._kept) > KEPT_MAX:
-                del self._kept[1::2]
+            self._records.append(record)
+            if len(self._records) > KEPT_MAX:
+                del self._records[1::2]
                 self._every *= 2
         self._count += 1
 
-    def kept(self) -> tuple[StepRecord, ...]:
+    def records(self) -> tuple[StepRecord, ...]:
         """Steps from the first to the last one, evenly spaced but for the last."""
         last = self.last
-        if last is None or self._kept[-1] is last:
-            return tuple(self._kept)
-        return (*self._kept, last)
+        if last is None or self._records[-1] is last:
+            return tuple(self._records)
+        return (*self._records, last)

@@ -49,7 +49,7 @@ SKIPPED = _counter(
 )
 CLOCK = _gauge("clock", "Steps that every live worker has finished.")
 BUFFERED = _gauge("buffered", "Gradients that wait until their buffer is full.")
-KEPT = _gauge("kept_bytes", "Copies of what workers have read, on all servers together.")
+KEPT_BYTES = _gauge("kept_bytes", "Copies of what workers have read, on all servers together.")
 PUSHES = _counter("pushes", "Gradients of a worker that were applied or buffered.", saved=True)
 STALENESS = _counter(
     "staleness_versions",
@@ -60,7 +60,7 @@ STALEST = _gauge("staleness_max_versions", "The largest staleness of a worker's 
 DROPPED = _counter(
     "dropped", "Gradients of a worker that came too late or were too stale.", saved=True
 )
-SENT = _counter("sent_bytes", "Gradients that a codec has encoded, as they were sent.")
+SENT_BYTES = _counter("sent_bytes", "Gradients that a codec has encoded, as they were sent.")
 PLAIN = _counter("plain_bytes", "The same gradients, as they were.")
 READ = _counter("read_bytes", "Values that a worker has read encoded, as they came.")
 READ_PLAIN = _counter("read_plain_bytes", "The same values, as they are.")
@@ -149,7 +149,7 @@ def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterato
         (SKIPPED, group.skipped),
         (CLOCK, group.clock),
         (BUFFERED, group.buffered),
-        (KEPT, group.kept_bytes),
+        (KEPT_BYTES, group.kept_bytes),
     ):
         yield Sample(family, of_group, float(count))
     for rank, stale in group.staleness_by_rank.items():
@@ -159,13 +159,13 @@ def _of_group(of_group: Labels, group: GroupStatus, *, trained: bool) -> Iterato
         yield Sample(STALEST, of_rank, float(stale.max))
     for rank, dropped in group.dropped_by_rank.items():
         yield Sample(DROPPED, (*of_group, ("rank", str(rank))), float(dropped))
-    for rank, sent in group.sent_by_rank.items():
+    for rank, of_sent in group.sent_by_rank.items():
         of_rank = (*of_group, ("rank", str(rank)))
-        yield Sample(SENT, of_rank, float(sent.sent_bytes))
-        yield Sample(PLAIN, of_rank, float(sent.plain_bytes))
-        yield Sample(READ, of_rank, float(sent.read_bytes))
-        yield Sample(READ_PLAIN, of_rank, float(sent.read_plain_bytes))
-        yield Sample(RESIDUAL, of_rank, sent.residual_norm)
+        yield Sample(SENT_BYTES, of_rank, float(of_sent.sent_bytes))
+        yield Sample(PLAIN, of_rank, float(of_sent.plain_bytes))
+        yield Sample(READ, of_rank, float(of_sent.read_bytes))
+        yield Sample(READ_PLAIN, of_rank, float(of_sent.read_plain_bytes))
+        yield Sample(RESIDUAL, of_rank, of_sent.residual_norm)
 
 
 class Monotonic:
@@ -176,7 +176,7 @@ class Monotonic:
         self._last: dict[tuple[str, Labels], float] = {}
         self._before: dict[tuple[str, Labels], float] = {}
 
-    def taken(self, status: RunStatus) -> list[Sample]:
+    def samples(self, status: RunStatus) -> list[Sample]:
         """The samples of a status, which is newer than those before."""
         return [self._raised(each) for each in samples(status)]
 

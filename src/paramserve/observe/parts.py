@@ -41,13 +41,13 @@ class Part:
             each, end: what each column takes besides its cells, and the last one more.
         """
         wide = dict(zip(self.columns, self._widths(), strict=True))
-        gone: set[str] = set()
+        omitted: set[str] = set()
         for name in self._least:
             if sum(wide.values()) + each * len(wide) + end <= width:
                 break
             del wide[name]
-            gone.add(name)
-        return [name for name in self.columns if name in gone]
+            omitted.add(name)
+        return [name for name in self.columns if name in omitted]
 
     def as_table(self, width: int) -> RenderableType:
         """For a terminal of this many columns: what has no room even so is folded within cells."""
@@ -58,7 +58,7 @@ class Part:
                 table.add_column(name, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in self._without(row, out)))
-        return Group(table, Text(told(out, width))) if out else table
+        return Group(table, Text(omission_line(out, width))) if out else table
 
     def as_lines(self, width: int | None = None) -> list[str]:
         """Plain columns, as wide as what they hold; with a width, without those that have no room,
@@ -72,7 +72,7 @@ class Part:
                 cell + " " * (wide - cell_len(cell)) for cell, wide in zip(row, widths, strict=True)
             )
             lines.append((" " * GAP).join(padded).rstrip())
-        return [*lines, told(out, width)] if width is not None and out else lines
+        return [*lines, omission_line(out, width)] if width is not None and out else lines
 
     def _widths(self) -> list[int]:
         return [max(map(cell_len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
@@ -82,6 +82,6 @@ class Part:
         return [cell for name, cell in named if name not in out]
 
 
-def told(out: Sequence[str], width: int) -> str:
+def omission_line(out: Sequence[str], width: int) -> str:
     """The line that names what was left out."""
     return f"left out at {width} columns: {', '.join(out)}"

@@ -53,20 +53,20 @@ def figure_of(
 
 
 def _metrics(metrics: Iterable[Record]) -> dict[str, Curves]:
-    found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
+    curves: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
     for record in metrics:
         for name, value in record.values.items():
-            clocks, values = found.setdefault(name, {}).setdefault(record.rank, ([], []))
+            clocks, values = curves.setdefault(name, {}).setdefault(record.rank, ([], []))
             clocks.append(record.clock)
             values.append(value)
-    return {**found}
+    return {**curves}
 
 
 def _staleness(steps: Mapping[str, Mapping[int, Sequence[StepRecord]]]) -> dict[str, Curves]:
     return {
         f"staleness of {group}": {
-            rank: ([each.clock for each in kept], [float(each.staleness) for each in kept])
-            for rank, kept in by_rank.items()
+            rank: ([each.clock for each in records], [float(each.staleness) for each in records])
+            for rank, records in by_rank.items()
         }
         for group, by_rank in steps.items()
     }

@@ -26,10 +26,10 @@ class Progress:
 
         What the workers have logged stands first, staleness last.
         """
-        live, wanted = status.staffing
+        live, expected = status.staffing
         parts = [f"{status.seconds:6.1f} s"]
-        if wanted:
-            parts.append(f"{live}/{wanted} workers")
+        if expected:
+            parts.append(f"{live}/{expected} workers")
         parts += [f"{name} {value:.4g}" for name, value in status.metrics.items()]
         if not any(group.steps for group in status.trained.values()):
             parts.append(status.state)
@@ -46,17 +46,17 @@ class Progress:
             stale = group.staleness_by_rank
             ranks = sorted({*stale, *group.dropped_by_rank})
             if group.dropped or any(each.max for each in stale.values()):
-                told = [_worker(rank, group) for rank in ranks[:WORKERS_SHOWN]]
-                more = f", and {len(ranks) - len(told)} more" * (len(ranks) > len(told))
-                parts.append(f"{name}, staleness by worker: {', '.join(told)}{more}")
+                shares = [_worker(rank, group) for rank in ranks[:WORKERS_SHOWN]]
+                more = f", and {len(ranks) - len(shares)} more" * (len(ranks) > len(shares))
+                parts.append(f"{name}, staleness by worker: {', '.join(shares)}{more}")
         return "  ".join(parts)
 
     def checkpoints(self, status: RunStatus) -> str:
         """How old the last checkpoint is, and how often the run went back to one; or nothing."""
-        told = [status.checkpoints.line()] if status.checkpoints is not None else []
+        parts = [status.checkpoints.line()] if status.checkpoints is not None else []
         if count := len(status.rollbacks):
-            told.append(f"went back {'once' if count == 1 else f'{count} times'}")
-        return "  ".join(told)
+            parts.append(f"went back {'once' if count == 1 else f'{count} times'}")
+        return "  ".join(parts)
 
     def _group(self, name: str, group: GroupStatus, status: RunStatus) -> list[str]:
         whole = status.state in ENDED

@@ -18,7 +18,7 @@ class Rates:
     """Rates of numbers by name, over the last seconds."""
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, deque[Point]] = {}
+        self._history: dict[Hashable, deque[Point]] = {}
         self._first: dict[Hashable, Point] = {}
 
     def of(
@@ -30,15 +30,15 @@ class Rates:
             seconds: now; the count is that of the last report, which comes less often.
             whole: since the first time that it was told, up to when it last grew.
         """
-        seen = self._points(name, seconds, count)
-        if seen[-1][1] != count:  # a new report
-            seen.append((seconds, count))
-        self._forget(seen, seconds)
+        points = self._points(name, seconds, count)
+        if points[-1][1] != count:  # a new report
+            points.append((seconds, count))
+        self._forget(points, seconds)
         if whole:
-            return _slope(self._first[name], seen[-1])
-        gap = seen[-1][0] - seen[0][0]
-        stands = gap > 0 and seconds - seen[-1][0] > STANDS * gap
-        return _slope(seen[0], (seconds, count) if stands else seen[-1])
+            return _slope(self._first[name], points[-1])
+        gap = points[-1][0] - points[0][0]
+        stands = gap > 0 and seconds - points[-1][0] > STANDS * gap
+        return _slope(points[0], (seconds, count) if stands else points[-1])
 
     def share(self, name: Hashable, seconds: float, part: float) -> float | None:
         """Which part of the time it was of late, from 0 to 1; None: not known yet.
@@ -47,24 +47,24 @@ class Rates:
             seconds: as of the last report.
             part: of these seconds.
         """
-        seen = self._points(name, seconds, part)
-        if seen[-1][0] < seconds:
-            seen.append((seconds, part))
-        self._forget(seen, seconds)
-        found = _slope(seen[0], seen[-1])
-        return None if found is None else min(found, 1.0)
+        points = self._points(name, seconds, part)
+        if points[-1][0] < seconds:
+            points.append((seconds, part))
+        self._forget(points, seconds)
+        slope = _slope(points[0], points[-1])
+        return None if slope is None else min(slope, 1.0)
 
     def _points(self, name: Hashable, at: float, count: float) -> deque[Point]:
-        last = self._seen[name][-1] if name in self._seen else (at, count)
+        last = self._history[name][-1] if name in self._history else (at, count)
         if count < last[1] or at < last[0]:  # it began anew
-            del self._seen[name], self._first[name]
+            del self._history[name], self._first[name]
         self._first.setdefault(name, (at, count))
-        return self._seen.setdefault(name, deque([(at, count)]))
+        return self._history.setdefault(name, deque([(at, count)]))
 
     @staticmethod
-    def _forget(seen: deque[Point], now: float) -> None:
-        while len(seen) > 2 and seen[0][0] < now - WINDOW_S:
-            seen.popleft()
+    def _forget(points: deque[Point], now: float) -> None:
+        while len(points) > 2 and points[0][0] < now - WINDOW_S:
+            points.popleft()
 
 
 def _slope(since: Point, until: Point) -> float | None:

@@ -198,10 +198,10 @@ class _Thinned:
 
     def points(self) -> list[_Point]:
         """With the last one, which says where the curve has come to."""
-        kept = [point for bucket in self._buckets for point in bucket.points()]
-        if self._last is not None and (not kept or kept[-1] != self._last):
-            kept.append(self._last)
-        return kept
+        points = [point for bucket in self._buckets for point in bucket.points()]
+        if self._last is not None and (not points or points[-1] != self._last):
+            points.append(self._last)
+        return points
 
 
 class Curves:
@@ -238,7 +238,7 @@ class Curves:
         """Mean seconds from one step of a rank to its next, by rank."""
         return {rank: p.seconds / p.steps for rank, p in sorted(self._paces.items()) if p.steps}
 
-    def kept(self) -> list[Curve]:
+    def by_name(self) -> list[Curve]:
         """The curves in the order of their names."""
         return [
             _curve(name, rank, each.points(), each.logged, each.not_finite)
@@ -277,30 +277,32 @@ def _curve(name: str, rank: int, points: list[_Point], logged: int, not_finite: 
 
 def summaries(steps: Steps, groups: Mapping[str, GroupStatus]) -> list[StepSummary]:
     """The steps of each rank on each group, and its pushes as the servers counted them."""
-    found: dict[tuple[str, int], StepSummary] = {}
+    table: dict[tuple[str, int], StepSummary] = {}
     for group, by_rank in steps.items():
-        largest = max((each.staleness for kept in by_rank.values() for each in kept), default=0)
+        largest = max(
+            (each.staleness for records in by_rank.values() for each in records), default=0
+        )
         width = 1
         while largest // width >= BINS_MAX:
             width *= 2  # so that the bins of one run fall into those of another
-        for rank, kept in by_rank.items():
-            if kept:
-                found[group, rank] = _summary(group, rank, kept, width)
+        for rank, records in by_rank.items():
+            if records:
+                table[group, rank] = _summary(group, rank, records, width)
     for group, status in groups.items():
         for rank, pushed in status.staleness_by_rank.items():
-            each = found.setdefault((group, rank), StepSummary(group, rank))
+            each = table.setdefault((group, rank), StepSummary(group, rank))
             each.pushes, each.mean, each.max = pushed.pushes, pushed.mean, pushed.max
-    return [found[key] for key in sorted(found)]
+    return [table[key] for key in sorted(table)]
 
 
-def _summary(group: str, rank: int, kept: Sequence[StepRecord], width: int) -> StepSummary:
+def _summary(group: str, rank: int, records: Sequence[StepRecord], width: int) -> StepSummary:
     counts: dict[int, int] = {}
-    for each in kept:
+    for each in records:
         low = each.staleness // width * width
         counts[low] = counts.get(low, 0) + 1
-    dropped = sum(each.dropped for each in kept)
-    waited_s = sum(each.waited_s for each in kept) / len(kept)
-    return StepSummary(group, rank, len(kept), width, counts, dropped, waited_s)
+    dropped = sum(each.dropped for each in records)
+    waited_s = sum(each.waited_s for each in records) / len(records)
+    return StepSummary(group, rank, len(records), width, counts, dropped, waited_s)
 
 
 def thinned(report: RunReport, points_max: int) -> RunReport:
@@ -314,8 +316,8 @@ def thinned(report: RunReport, points_max: int) -> RunReport:
         fewer = _Thinned(buckets)
         for clock, time_s, value in zip(each.clocks, each.times_s, each.values, strict=True):
             fewer.add(clock, time_s, math.nan if value is None else value)
-        kept = fewer.points()
-        curves.append(_curve(each.name, each.rank, kept, each.logged, each.not_finite))
+        points = fewer.points()
+        curves.append(_curve(each.name, each.rank, points, each.logged, each.not_finite))
     return msgspec.structs.replace(report, curves=curves)
 
 
@@ -347,10 +349,10 @@ def read(path: str | os.PathLike[str]) -> RunReport:
     with open(path, "rb") as file:
         data = file.read()
     try:
-        found = msgspec.json.decode(data, type=RunReport)
-        if found.format != FORMAT:
-            raise ValueError(f"its format is {found.format}, this version reads {FORMAT}")
-        for each in found.curves:
+        report = msgspec.json.decode(data, type=RunReport)
+        if report.format != FORMAT:
+            raise ValueError(f"its format is {report.format}, this version reads {FORMAT}")
+        for each in report.curves:
             if not len(each.clocks) == len(each.times_s) == len(each.values):
                 raise ValueError(f"the lists of its curve {each.name!r} differ in length")
     except ValueError as error:
@@ -358,7 +360,7 @@ def read(path: str | os.PathLike[str]) -> RunReport:
             f"{os.fspath(path)} is no report of a run: {error}",
             fix="name the folder that ps.HTML(folder) wrote, of this version of paramserve",
         ) from None
-    return found
+    return report
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

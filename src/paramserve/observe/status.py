@@ -249,8 +249,8 @@ class RunStatus:
             else f"{name} at version {group.version:,}"
             for name, group in self.trained.items()
         ]
-        live, wanted = self.staffing
-        workers = f", {live} of {wanted} workers" if wanted else ""
+        live, expected = self.staffing
+        workers = f", {live} of {expected} workers" if expected else ""
         return (
             f"after {self.seconds:.1f} s: {', '.join(done) if done else 'no step was finished'}"
             f"{workers}"
@@ -275,39 +275,39 @@ class RunStatus:
 
 
 def of_cluster(
-    told: Status,
+    status: Status,
     metrics: Mapping[str, float],
     checkpoints: CheckpointStatus | None = None,
     logged: Mapping[int, Mapping[str, float]] | None = None,
 ) -> RunStatus:
     """How a cluster stands that no driver runs: "running" as long as a worker may step or is to be
     started again, "finished" when all that were expected have come and gone."""
-    workers = {member.rank: OF_MEMBERS[member.state] for member in told.members}
+    workers = {member.rank: OF_MEMBERS[member.state] for member in status.members}
     states = set(workers.values())
     state = "starting" if states == {"starting"} else "running"
-    if states and all(member.state in ("left", "dead") for member in told.members):
+    if states and all(member.state in ("left", "dead") for member in status.members):
         state = "finished"
-    groups = by_group(told.servers, told.sent, told.speeds)
+    groups = by_group(status.servers, status.sent, status.speeds)
     return RunStatus(
         state,
-        told.seconds,
+        status.seconds,
         workers,
         groups,
         dict(metrics),
         checkpoints,
-        loads=worker_loads(told.usage),
-        servers=server_loads(told.servers),
+        loads=worker_loads(status.usage),
+        servers=server_loads(status.servers),
         logged={rank: dict(each) for rank, each in (logged or {}).items()},
     )
 
 
-def worker_loads(told: Iterable[tuple[int, WorkerUsage]]) -> dict[int, WorkerLoad]:
+def worker_loads(usage: Iterable[tuple[int, WorkerUsage]]) -> dict[int, WorkerLoad]:
     """What each rank told of its time and memory."""
     return {
         rank: WorkerLoad(
             each.seconds, each.waited_s, each.encoded_s, each.memory_bytes, each.looped
         )
-        for rank, each in told
+        for rank, each in usage
     }
 
 
@@ -344,15 +344,15 @@ def by_group(
         for report in beat.groups:
             reports.setdefault(report.name, []).append(report)
     by_rank: dict[str, dict[int, SentStatus]] = {}
-    for rank, told in sent:
+    for rank, gradients in sent:
         status = SentStatus(
-            told.sent_bytes,
-            told.plain_bytes,
-            told.residual_norm,
-            told.read_bytes,
-            told.read_plain_bytes,
+            gradients.sent_bytes,
+            gradients.plain_bytes,
+            gradients.residual_norm,
+            gradients.read_bytes,
+            gradients.read_plain_bytes,
         )
-        by_rank.setdefault(told.group, {})[rank] = status
+        by_rank.setdefault(gradients.group, {})[rank] = status
     paces: dict[str, dict[int, SpeedStatus]] = {}
     for rank, speed in speeds:
         paces.setdefault(speed.group, {})[rank] = SpeedStatus(speed.steps_per_s, speed.steps)
@@ -369,30 +369,30 @@ def by_group(
 def by_rank(beats: Iterable[ServerBeat]) -> dict[int, Staleness]:
     """The staleness of each rank's pushes, over all groups. A push reaches every shard and counts
     once; its staleness is the mean over the shards."""
-    found: dict[int, list[Staleness]] = {}
+    shares: dict[int, list[Staleness]] = {}
     for group in by_group(beats).values():
         for rank, each in group.staleness_by_rank.items():
-            found.setdefault(rank, []).append(each)
-    return {rank: _total(parts) for rank, parts in sorted(found.items())}
+            shares.setdefault(rank, []).append(each)
+    return {rank: _total(parts) for rank, parts in sorted(shares.items())}
 
 
 def drops_by_rank(beats: Iterable[ServerBeat]) -> dict[int, int]:
     """Each rank's gradients that came too late or were too stale, over all groups; a rank without
     any is left out."""
-    found: dict[int, int] = {}
+    drops: dict[int, int] = {}
     for group in by_group(beats).values():
         for rank, count in group.dropped_by_rank.items():
-            found[rank] = found.get(rank, 0) + count
-    return dict(sorted(found.items()))
+            drops[rank] = drops.get(rank, 0) + count
+    return dict(sorted(drops.items()))
 
 
 def samples_by_rank(leases: Iterable[LeaseReport]) -> dict[int, int]:
     """Each rank's samples that are in the values, over all loaders that share them by lease."""
-    found: dict[int, int] = {}
+    samples: dict[int, int] = {}
     for loader in leases:
         for rank, _, finished in loader.ranks:
-            found[rank] = found.get(rank, 0) + finished
-    return dict(sorted(found.items()))
+            samples[rank] = samples.get(rank, 0) + finished
+    return dict(sorted(samples.items()))
 
 
 def _join(shards: list[GroupReport]) -> GroupStatus:
@@ -409,7 +409,7 @@ def _join(shards: list[GroupReport]) -> GroupStatus:
         clock=slowest,
         steps=sum(steps.values()),
         skipped=max(report.skipped for report in shards),
-        staleness=_total([_mean(*told) for _, *told in behind.staleness]),
+        staleness=_total([_mean(*counts) for _, *counts in behind.staleness]),
         policy=behind.policy,
         coming=_coming(behind.change, slowest),
         staleness_by_rank=_staleness(shards),
@@ -443,8 +443,8 @@ def _coming(change: GroupPolicy | None, clock: int) -> str:
 def _staleness(shards: list[GroupReport]) -> dict[int, Staleness]:
     parts: dict[int, list[Staleness]] = {}
     for report in shards:
-        for rank, *told in report.staleness:
-            parts.setdefault(rank, []).append(_mean(*told))
+        for rank, *counts in report.staleness:
+            parts.setdefault(rank, []).append(_mean(*counts))
     return {
         rank: Staleness(max(part.pushes for part in each), _total(each).mean, _total(each).max)
         for rank, each in sorted(parts.items())
@@ -452,11 +452,11 @@ def _staleness(shards: list[GroupReport]) -> dict[int, Staleness]:
 
 
 def _dropped(shards: list[GroupReport]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    drops: dict[int, int] = {}
     for report in shards:
         for rank, count in report.dropped:
-            found[rank] = max(count, found.get(rank, 0))
-    return dict(sorted(found.items()))
+            drops[rank] = max(count, drops.get(rank, 0))
+    return dict(sorted(drops.items()))
 
 
 def _mean(pushes: int, total: int, largest: int) -> Staleness:

@@ -48,8 +48,8 @@ class LiveTable:
         looped = self._looped(status, width)
         if looped is not None:
             parts.append(looped)
-        told = self._words.checkpoints(status)
-        below = fold(told, width) if told else []
+        text = self._words.checkpoints(status)
+        below = fold(text, width) if text else []
         servers = sorted(status.servers)
         room = max(height - AROUND - len(lines) - len(below), 2 * ROWS_LEAST)
         for_servers = max(min(len(servers), room // 2), min(len(servers), ROWS_LEAST))
@@ -70,13 +70,13 @@ class LiveTable:
             self._since = status.seconds, done
         self._done = done
         began, before = self._since
-        left = ""
+        remaining = ""
         if done > before and status.seconds > began:
             seconds = (1.0 - done) * (status.seconds - began) / (done - before)
-            left = f"about {in_time(seconds)} left"
+            remaining = f"about {in_time(seconds)} left"
         row = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=1.0, completed=done, width=max(width - 40, 10))
-        row.add_row(INDENT[:-1], bar, f"{done:4.0%}", left)
+        row.add_row(INDENT[:-1], bar, f"{done:4.0%}", remaining)
         return row
 
     def _workers(self, status: RunStatus, rows: int) -> RenderableType:
@@ -103,20 +103,20 @@ class LiveTable:
         steps = max((group.steps_by_rank.get(rank, -1) for group in groups), default=-1)
         rate = self._rates.of(("steps", rank), status.seconds, steps) if steps >= 0 else None
         lives = status.workers[rank] == "running"
-        told = [_in_short(steps) if steps >= 0 else UNKNOWN]
-        told.append(f"{rate:,.1f}" if rate is not None and lives else UNKNOWN)
+        cells = [_in_short(steps) if steps >= 0 else UNKNOWN]
+        cells.append(f"{rate:,.1f}" if rate is not None and lives else UNKNOWN)
         if metric:
             value = status.logged.get(rank, {}).get(metric)
-            told.append(f"{value:.4g}" if value is not None else UNKNOWN)
-        told.append(_staleness(groups, rank))
+            cells.append(f"{value:.4g}" if value is not None else UNKNOWN)
+        cells.append(_staleness(groups, rank))
         load = status.loads.get(rank) if lives else None
         if load is None:
-            return told + [UNKNOWN] * (3 if encodes else 2)
-        told.append(self._share(("waits", rank), load.seconds, load.waited_s))
+            return cells + [UNKNOWN] * (3 if encodes else 2)
+        cells.append(self._share(("waits", rank), load.seconds, load.waited_s))
         if encodes:
-            told.append(self._share(("codec", rank), load.seconds, load.encoded_s))
-        told.append(in_bytes(load.memory_bytes) if load.memory_bytes else UNKNOWN)
-        return told
+            cells.append(self._share(("codec", rank), load.seconds, load.encoded_s))
+        cells.append(in_bytes(load.memory_bytes) if load.memory_bytes else UNKNOWN)
+        return cells
 
     def _servers(self, status: RunStatus, servers: Sequence[int], rows: int) -> RenderableType:
         table = _table(["server", "values", "tables", "pushes/s", "waiting", "memory"])
@@ -156,12 +156,12 @@ def _metric(status: RunStatus) -> str | None:
 
 
 def _staleness(groups: Iterable[GroupStatus], rank: int) -> str:
-    told = [group.staleness_by_rank[rank] for group in groups if rank in group.staleness_by_rank]
-    pushes = sum(each.pushes for each in told)
+    shares = [group.staleness_by_rank[rank] for group in groups if rank in group.staleness_by_rank]
+    pushes = sum(each.pushes for each in shares)
     if not pushes:
         return UNKNOWN
-    mean = sum(each.mean * each.pushes for each in told) / pushes
-    return f"{mean:.1f} (max {max(each.max for each in told)})"
+    mean = sum(each.mean * each.pushes for each in shares) / pushes
+    return f"{mean:.1f} (max {max(each.max for each in shares)})"
 
 
 def _table(columns: Sequence[str]) -> Table:

@@ -70,8 +70,8 @@ class OnTerminal:
         self._draw = draw
 
     def show(self, status: RunStatus, last: bool) -> None:
-        drawn = self._draw(status, self._console.width, self._console.height)
-        self._live.update(drawn, refresh=True)
+        page = self._draw(status, self._console.width, self._console.height)
+        self._live.update(page, refresh=True)
 
 
 class InFile:
@@ -99,12 +99,12 @@ class InNotebook:
         page = Console(file=io.StringIO(), width=width, height=height)
         page.print(self._draw(status, width, height))
         assert isinstance(page.file, io.StringIO)
-        told = {"text/plain": page.file.getvalue().rstrip("\n")}
+        output = {"text/plain": page.file.getvalue().rstrip("\n")}
         if self._output is None:
             display = import_module("IPython.display").display
-            self._output = display(told, raw=True, display_id=True)
+            self._output = display(output, raw=True, display_id=True)
         else:
-            self._output.update(told, raw=True)
+            self._output.update(output, raw=True)
 
 
 class _AsLines:
@@ -136,10 +136,10 @@ def checked(show: Any) -> Show:
         is_seen = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
         return "table" if is_seen else "none"
     if show not in SHOWS:
-        meant = did_you_mean(show, SHOWS) if isinstance(show, str) else ""
-        raise ValueError(f'show is "table", "line", "none" or None, not {show!r}{meant}')
-    found: Show = show
-    return found
+        suggestion = did_you_mean(show, SHOWS) if isinstance(show, str) else ""
+        raise ValueError(f'show is "table", "line", "none" or None, not {show!r}{suggestion}')
+    choice: Show = show
+    return choice
 
 
 @contextmanager
@@ -205,5 +205,5 @@ def _view(console: Console | None, stack: ExitStack, show: Show) -> View:
     drawing = LiveTable() if show == "table" else _AsLines()
     if console is None and in_notebook():
         return InNotebook(drawing.draw)
-    chosen = console if console is not None else Console(stderr=True)
-    return OnTerminal(chosen, stack, drawing.draw) if chosen.is_terminal else InFile(chosen)
+    terminal = console if console is not None else Console(stderr=True)
+    return OnTerminal(terminal, stack, drawing.draw) if terminal.is_terminal else InFile(terminal)

@@ -21,11 +21,11 @@ PACKAGES = ("paramserve", "numpy", "torch", "ray")
 
 def versions() -> dict[str, str]:
     """Of Python and of `PACKAGES`."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class RunInfo:
 
     def flat(self) -> dict[str, str | int]:
         """As one level of names."""
-        told = asdict(self)
-        versions = told.pop("versions")
-        return told | {f"version_{name}": each for name, each in versions.items()}
+        fields = asdict(self)
+        versions = fields.pop("versions")
+        return fields | {f"version_{name}": each for name, each in versions.items()}
 
     def settings(self) -> dict[str, str]:
         """In words, without the versions: a seed is more than JavaScript's numbers hold."""

@@ -45,10 +45,10 @@ class Feed:
     def __init__(
         self,
         reporters: Iterable[Any],
-        say: Callable[[str], None],
+        write: Callable[[str], None],
         every_s: float = EVERY_S,
     ) -> None:
-        self._lines = [_Line(each, say, every_s) for each in checked(reporters)]
+        self._lines = [_Line(each, write, every_s) for each in checked(reporters)]
         self._over = threading.Event()
 
     def open(self, run: RunInfo) -> None:
@@ -101,9 +101,9 @@ RECORDS_MAX = 1_000_000
 class _Line:
     """One reporter, and its thread."""
 
-    def __init__(self, reporter: Any, say: Callable[[str], None], every_s: float) -> None:
+    def __init__(self, reporter: Any, write: Callable[[str], None], every_s: float) -> None:
         self._reporter = reporter
-        self._say = say
+        self._write = write
         self._every_s = every_s
         self._counters = Monotonic()
         self._thread: threading.Thread | None = None
@@ -163,13 +163,13 @@ class _Line:
             self._drop(f"has been at one report for more than {HANG_S:g} s")
 
     def _next(self, status: RunStatus, ended: bool) -> Report:
-        came = [self.records.popleft() for _ in range(len(self.records))]
+        records = [self.records.popleft() for _ in range(len(self.records))]
         steps = self._steps() if ended else {}
-        return Report(status, self._counters.taken(status), came, ended, steps=steps)
+        return Report(status, self._counters.samples(status), records, ended, steps=steps)
 
     def _drop(self, why: str) -> None:
         if self._dropped.acquire(blocking=False):
-            self._say(f"{named(self._reporter)} {why}; it is told nothing more, the run goes on")
+            self._write(f"{named(self._reporter)} {why}; it is told nothing more, the run goes on")
 
 
 def checked(reporters: Iterable[Any]) -> list[Any]:
@@ -183,8 +183,8 @@ def checked(reporters: Iterable[Any]) -> list[Any]:
             f"report_to takes a list of reporters, as report_to=[ps.CSV('run.csv')], not "
             f"{reporters!r}"
         )
-    found = list(reporters)
-    for each in found:
+    instances = list(reporters)
+    for each in instances:
         if isinstance(each, type):
             raise TypeError(
                 f"report_to takes objects: write {each.__name__}(...), and not {each.__name__}"
@@ -193,7 +193,7 @@ def checked(reporters: Iterable[Any]) -> list[Any]:
             raise TypeError(
                 f"report_to takes reporters, which have a method report(report), not {each!r}"
             )
-    return found
+    return instances
 
 
 def named(reporter: Any) -> str:

@@ -99,7 +99,7 @@ class HTML(Reporter):
             versions=self._run.versions,
             state=status.state,
             seconds=status.seconds,
-            curves=self._curves.kept(),
+            curves=self._curves.by_name(),
             steps=summaries(steps, status.groups),
             step_s=self._curves.step_s(),
             events=list(self._events),
@@ -120,9 +120,9 @@ def _numbered(name: str, number: int) -> str:
 
 def changes(before: RunStatus | None, now: RunStatus) -> Iterator[Event]:
     """What has happened to a run between two looks at it; None: there was none before."""
-    known = before.workers if before is not None else now.workers
+    states = before.workers if before is not None else now.workers
     for rank, state in now.workers.items():
-        was = known.get(rank)
+        was = states.get(rank)
         if was == state:
             continue
         kind = {"dead": "death", "retired": "retired"}.get(state, "")

@@ -191,10 +191,10 @@ def _cannot_listen(host: str, port: object, why: str | None) -> ParamServeError:
 def _owner(port: int | None) -> str:
     """Which process listens there, where that can be known."""
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             ["ss", "-Hltnp", f"sport = :{port}"], capture_output=True, text=True, timeout=2.0
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    found = re.search(r'"([^"]*)",pid=(\d+)', told)
-    return f" by process {found[2]} ({found[1]})" if found else ""
+    match = re.search(r'"([^"]*)",pid=(\d+)', output)
+    return f" by process {match[2]} ({match[1]})" if match else ""

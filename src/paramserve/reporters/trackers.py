@@ -58,10 +58,10 @@ class WandB(Reporter):
     def report(self, report: Report) -> None:
         # One of each rank together: W&B takes as long for one name as for many.
         rows = list[dict[str, float]]()
-        found = Counter[int]()
+        counts = Counter[int]()
         for record in report.records:
-            rank, nth = f"rank{record.rank}", found[record.rank]
-            found[record.rank] += 1
+            rank, nth = f"rank{record.rank}", counts[record.rank]
+            counts[record.rank] += 1
             if record.rank not in self._ranks:
                 self._ranks.add(record.rank)
                 self._run.define_metric(f"{rank}/*", step_metric=f"{rank}/clock")
@@ -125,10 +125,10 @@ class MLflow(Reporter):
 
     def begin(self) -> None:
         assert self._run is not None
-        found = self._experiment
+        experiment = self._experiment
         number = (
-            found.experiment_id
-            if found is not None
+            experiment.experiment_id
+            if experiment is not None
             else self._client.create_experiment(self.experiment)
         )
         name = self.run_name if self.run_name is not None else self._run.name

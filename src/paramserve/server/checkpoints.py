@@ -68,26 +68,26 @@ class PartWriter:
         shard: Shard,
         loop: Loop,
         storage: Storage | None,
-        tell: Callable[[CutWritten], None],
+        report: Callable[[CutWritten], None],
         cut: Callable[[BeginCheckpoint], None],
     ) -> None:
         self._shard = shard
         self._loop = loop
         self._storage = storage
-        self._tell = tell
+        self._report = report
         self._cut = cut
         self._prepares: BeginCheckpoint | None = None
         """The checkpoint that memory is prepared for, as told last."""
         self._prepared = False
         self._writing: _Writing | None = None
         self._closed = False
-        self._told: CutWritten | None = None
+        self._last_report: CutWritten | None = None
         """What became of the last one."""
 
     def prepare(self, notice: BeginCheckpoint) -> None:
         """Have the memory of copies; then, on shard 0, take the cut."""
-        known, self._prepares = self._prepares, notice
-        if known is not None and known.checkpoint == notice.checkpoint:
+        before, self._prepares = self._prepares, notice
+        if before is not None and before.checkpoint == notice.checkpoint:
             if self._prepared:
                 self._take(notice)
             return
@@ -113,9 +113,9 @@ class PartWriter:
 
     def write(self, notice: WriteCut) -> None:
         """Write this server's part; or say again what became of it."""
-        told, writing = self._told, self._writing
-        if told is not None and told.checkpoint == notice.checkpoint:
-            self._tell(told)
+        last_report, writing = self._last_report, self._writing
+        if last_report is not None and last_report.checkpoint == notice.checkpoint:
+            self._report(last_report)
         elif writing is None or writing.notice.checkpoint != notice.checkpoint:
             self._give_up()  # the coordinator has done so with the one before
             self._begin(notice)
@@ -177,20 +177,20 @@ class PartWriter:
             extra = event("bug", role="server", server=self._shard.number)
             logger.error("a checkpoint could not be written", exc_info=error, extra=extra)
         self._close_files(writing)
-        told = str(error) or type(error).__name__
-        self._refuse(writing.notice, told, pause_s=writing.pause_s)
+        reason = str(error) or type(error).__name__
+        self._refuse(writing.notice, reason, pause_s=writing.pause_s)
 
     def _refuse(self, notice: WriteCut, why: str, pause_s: float = 0.0) -> None:
         shard = self._shard.number
         failed = f"server {shard}: {why}"
         self._end(notice, CutWritten(notice.checkpoint, shard, pause_s=pause_s, failed=failed))
 
-    def _end(self, notice: WriteCut, told: CutWritten) -> None:
+    def _end(self, notice: WriteCut, report: CutWritten) -> None:
         self._writing = None
-        self._told = told
+        self._last_report = report
         self._shard.cuts.let_go(notice.cut)
         self._shard.cut_memory.give_back()
-        self._tell(told)
+        self._report(report)
 
     @property
     def nbytes(self) -> int:
@@ -253,7 +253,7 @@ def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | No
             frontiers = part.frontiers(cluster.consistency, workers)
             change_policy(shard, frontiers)
             if shard.number == LEAD and frontiers:
-                known, came = differences.of_policies(cluster.consistency, policy)[1:]
+                existing, incoming = differences.of_policies(cluster.consistency, policy)[1:]
                 extra = event("policy-changed", role="server", server=shard.number)
-                told = "the run goes on under %s; the checkpoint's was %s"
-                logger.warning(told, came, known, extra=extra)
+                text = "the run goes on under %s; the checkpoint's was %s"
+                logger.warning(text, incoming, existing, extra=extra)

@@ -49,8 +49,8 @@ class PreparedMemory(CutMemory):
 
     def prepare(self, sizes: Iterable[int]) -> list[Pages]:
         """Memory for arrays of these sizes, for `add`; takes long, and may run in any thread."""
-        made = (touched(nbytes) for nbytes in sizes if nbytes >= LEAST_BYTES)
-        return [each for each in made if each is not None]
+        touched_pages = (touched(nbytes) for nbytes in sizes if nbytes >= LEAST_BYTES)
+        return [each for each in touched_pages if each is not None]
 
     def add(self, pages: Iterable[Pages]) -> None:
         """Use this memory for the next copies."""

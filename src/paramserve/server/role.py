@@ -162,7 +162,7 @@ class ServerRole:
         """Of waits for the next frame, after one over TCP and after one of this host."""
         self._beating: Handle | None = None
         self._restoring = False
-        self._checkpoints = PartWriter(shard, loop, storage, self._tell, self._take_cut)
+        self._checkpoints = PartWriter(shard, loop, storage, self._notify, self._take_cut)
         self._untold: list[CutTaken | CutWritten | ServerEnds] = []
         """What the coordinator has not taken yet."""
         self._oversize_told = False
@@ -217,8 +217,8 @@ class ServerRole:
             older.close()
         self._parties[conn] = hello.client
         self._clients[hello.client] = conn
-        told = "client %d (rank %d) has connected"
-        logger.debug(told, hello.client, hello.rank, extra=self._event("log", client=hello.client))
+        text = "client %d (rank %d) has connected"
+        logger.debug(text, hello.client, hello.rank, extra=self._event("log", client=hello.client))
         self._memories[conn] = Memory(conn.arenas)
         self._act(effects)
 
@@ -311,8 +311,8 @@ class ServerRole:
         self._memories.pop(conn, None)
         if client > 0 and self._clients.get(client) is conn:
             del self._clients[client]
-            told = "the connection of client %d has ended"
-            logger.debug(told, client, extra=self._event("log", client=client))
+            text = "the connection of client %d has ended"
+            logger.debug(text, client, extra=self._event("log", client=client))
             self._happen(ClientGone(client))
 
     # --- what the shard wants ------------------------------------------------------------------
@@ -333,11 +333,11 @@ class ServerRole:
             connection = self._clients.get(client)
             if connection is not None:
                 extra = self._event("client-cut-off", client=client)
-                told = "client %d broke the order of its requests; cut off"
-                logger.warning(told, client, extra=extra)
+                text = "client %d broke the order of its requests; cut off"
+                logger.warning(text, client, extra=extra)
                 connection.close()
         for each in effects.notices:
-            self._tell(each)
+            self._notify(each)
         for error in effects.losses:
             logger.warning(
                 "shard %d: %s", self.config.shard, error, extra=self._event("buffer-lost")
@@ -390,8 +390,8 @@ class ServerRole:
                 conn.close()
             except Exception:
                 # A bug of ours ends its own connection only; the others' frames still count.
-                told = "a request that waited for kernels failed"
-                logger.exception(told, extra=self._event("bug"))
+                text = "a request that waited for kernels failed"
+                logger.exception(text, extra=self._event("bug"))
                 conn.close()
 
     # --- the coordinator -----------------------------------------------------------------------
@@ -465,9 +465,9 @@ class ServerRole:
 
     def tell_end(self) -> None:
         """Tell the coordinator that this server was told to end, which it does not do yet."""
-        self._tell(ServerEnds(self.config.shard))
+        self._notify(ServerEnds(self.config.shard))
 
-    def _tell(self, message: CutTaken | CutWritten | ServerEnds) -> None:
+    def _notify(self, message: CutTaken | CutWritten | ServerEnds) -> None:
         """Tell the coordinator, now or as soon as it takes it."""
         if self._control is not None:
             self._untold.append(message)
@@ -485,8 +485,8 @@ class ServerRole:
             control.notify(self._report(), waits=False)
         except ProtocolError as error:
             if not self._oversize_told:
-                told = "a heartbeat of shard %d failed: %s"
-                logger.error(told, self.config.shard, error, extra=self._event("bug"))
+                text = "a heartbeat of shard %d failed: %s"
+                logger.error(text, self.config.shard, error, extra=self._event("bug"))
             self._oversize_told = True
         self._flush()
 
@@ -495,13 +495,13 @@ class ServerRole:
         assert self._control is not None
         while self._untold and self._control.notify(self._untold[0], waits=False):
             del self._untold[0]
-        taken = self._control.flush()
+        done = self._control.flush()
         fd = self._control.fileno()
         if fd < 0:
             self._control_lost()  # the end that was noticed here never shows as readable
         elif fd != self._control_fd:
             pass  # made anew, and not read yet: `_restored` does it
-        elif taken:
+        elif done:
             self._loop.remove_writer(fd)
         else:
             self._loop.add_writer(fd, self._flush)

@@ -528,7 +528,7 @@ class Worker:
         """Give the run's result what is kept of this worker's steps."""
         if self._report is not None:
             for name, history in self.optimizers.histories.items():
-                taken = StepsTaken(name, history.kept())
+                taken = StepsTaken(name, history.records())
                 self._report("steps", msgspec.msgpack.encode(taken))
 
     def process_group(

@@ -24,7 +24,7 @@ def test_history_keeps_evenly_spaced_steps_and_the_last(monkeypatch: pytest.Monk
         kept = History()
         for clock in range(1, steps + 1):
             kept.add(record(clock))
-        clocks = [each.clock for each in kept.kept()]
+        clocks = [each.clock for each in kept.records()]
         assert len(clocks) <= 9
         assert kept.last == (record(steps) if steps else None)
         if steps <= 8:

@@ -41,7 +41,7 @@ def run_report(*found: Record, **more: Any) -> RunReport:
     curves.extend(found)
     told = {"name": "train", "workers": "2", "servers": "1", "policy": "Async()", "seed": "7"}
     empty: dict[str, Any] = {"steps": [], "events": [], "step_s": curves.step_s()}
-    return RunReport(told, {"python": "3"}, "finished", 9.0, curves.kept(), **(empty | more))
+    return RunReport(told, {"python": "3"}, "finished", 9.0, curves.by_name(), **(empty | more))
 
 
 def result() -> Result:
@@ -86,7 +86,7 @@ def test_curve_keeps_ends_order_and_peaks() -> None:
         values[count // 3], values[count // 2] = 50.0, -50.0
         curves = Curves()
         curves.extend(Record(n * 0.5, 0, n, {"x": value}) for n, value in enumerate(values))
-        (curve,) = curves.kept()
+        (curve,) = curves.by_name()
         assert curve.logged == count
         assert len(curve.values) <= module.POINTS_MAX + 1
         assert count <= module.POINTS_MAX or len(curve.values) > module.POINTS_MAX // 3
@@ -104,7 +104,7 @@ def test_every_bucket_of_a_curve_keeps_its_minimum_and_maximum() -> None:
     values = [noise.gauss(0, 1) for _ in range(40_000)]
     curves = Curves()
     curves.extend(Record(0.0, 0, n, {"x": value}) for n, value in enumerate(values))
-    (curve,) = curves.kept()
+    (curve,) = curves.by_name()
     size = 64  # the least power of two with 1,000 buckets at most
     for start in range(0, 40_000, size):
         part = values[start : start + size]
@@ -121,7 +121,7 @@ def test_values_that_are_not_finite_are_gaps_and_are_counted() -> None:
     curves = Curves()
     values = [1.0, math.nan, 2.0, math.inf, *[math.nan] * 10_000]
     curves.extend(Record(float(n), 0, n, {"x": value}) for n, value in enumerate(values))
-    (curve,) = curves.kept()
+    (curve,) = curves.by_name()
     assert curve.not_finite == 10_002
     assert {1.0, 2.0, None} == {*curve.values}
     json.loads(
@@ -143,7 +143,7 @@ def test_more_curves_than_the_most_are_counted(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "CURVES_MAX", 2)
     curves = Curves()
     curves.extend([Record(0.0, 0, n, dict.fromkeys("abcd", 1.0)) for n in range(3)])
-    assert [each.name for each in curves.kept()] == ["a", "b"]
+    assert [each.name for each in curves.by_name()] == ["a", "b"]
     assert len(curves.left_out) == 2
 
 
@@ -216,8 +216,8 @@ def test_million_points_are_below_three_megabytes() -> None:
             Record(1e9 + n / 7, rank, n, {"loss": -1 / (3 + n), "accuracy": n / 7})
             for n in range(10_000)
         )
-    assert sum(each.logged for each in curves.kept()) == 1_000_000
-    report = msgspec.structs.replace(run_report(), curves=curves.kept())
+    assert sum(each.logged for each in curves.by_name()) == 1_000_000
+    report = msgspec.structs.replace(run_report(), curves=curves.by_name())
     assert len(page({"a": report}).encode()) < PAGE_BYTES_MAX
     assert len(page({"a": report, "b": report}).encode()) < PAGE_BYTES_MAX
     assert len(to_json(report)) < PAGE_BYTES_MAX

@@ -225,7 +225,7 @@ def test_counters_never_fall_where_servers_begin_again() -> None:
 
     def written(count: int) -> float:
         now = status(1, checkpoints=CheckpointStatus(written=count))
-        told = counters.taken(now)
+        told = counters.samples(now)
         return next(s.value for s in told if s.family.name == "paramserve_checkpoints")
 
     assert [written(n) for n in (5, 8, 3, 3, 6, 1)] == [5, 8, 11, 11, 14, 15]
@@ -235,7 +235,7 @@ def test_steps_of_a_checkpoint_that_a_run_goes_on_from_are_not_counted_twice() -
     counters = Monotonic()
 
     def steps(now: RunStatus) -> float:
-        return next(s.value for s in counters.taken(now) if s.family.name == "paramserve_steps")
+        return next(s.value for s in counters.samples(now) if s.family.name == "paramserve_steps")
 
     assert [steps(status(n)) for n in (9_000, 10_000, 9_900, 10_050)] == [
         9_000,
@@ -248,7 +248,7 @@ def test_steps_of_a_checkpoint_that_a_run_goes_on_from_are_not_counted_twice() -
 def test_gauges_fall() -> None:
     counters = Monotonic()
     values = [
-        next(s.value for s in counters.taken(status(n)) if s.family.name == "paramserve_clock")
+        next(s.value for s in counters.samples(status(n)) if s.family.name == "paramserve_clock")
         for n in (8, 2)
     ]
     assert values == [4.0, 1.0]

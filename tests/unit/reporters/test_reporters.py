@@ -43,7 +43,7 @@ def reported(reporter: Any, *, steps: int = 10) -> None:
     for number in (1, 2):
         now = status(number * steps, "finished" if number == 2 else "running")
         came = [record(number), Record(7.0, 1, number, {"loss": 2.0, "bad": math.nan})]
-        reporter.report(Report(now, counters.taken(now), came, number == 2))
+        reporter.report(Report(now, counters.samples(now), came, number == 2))
     reporter.close()
 
 
@@ -159,7 +159,7 @@ def test_prometheus_parses_what_is_served() -> None:
     reporter = Prometheus(port=0)
     reporter.open(INFO)
     now = status(10)
-    reporter.report(Report(now, Monotonic().taken(now), [], False))
+    reporter.report(Report(now, Monotonic().samples(now), [], False))
     families = {each.name: each for each in text_string_to_metric_families(scraped(reporter))}
     reporter.close()
     assert families["paramserve_steps"].type == "counter"
@@ -242,7 +242,7 @@ def test_a_scrape_of_64_workers_takes_less_than_the_promise() -> None:
     now = RunStatus("running", 1.0, dict.fromkeys(range(64), "running"), {"model": group}, {})
     reporter = Prometheus(port=0)
     reporter.open(INFO)
-    reporter.report(Report(now, Monotonic().taken(now), [], False))
+    reporter.report(Report(now, Monotonic().samples(now), [], False))
     scraped(reporter)
     took = []
     for _ in range(20):
