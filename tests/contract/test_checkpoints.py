@@ -308,8 +308,8 @@ def nothing(*arguments: Any) -> None:
     ("lacks", "stub", "table"),
     [
         ("core.table.changes.RowChanges.before", nothing, "half"),
-        ("core.table.changes.RowChanges.gone", nothing, "ttl"),
-        ("core.table.changes.RowChanges.gone", nothing, "half"),
+        ("core.table.changes.RowChanges.on_remove", nothing, "ttl"),
+        ("core.table.changes.RowChanges.on_remove", nothing, "half"),
         ("checkpoint.shard_reader.LoadedTable.uses", nothing, "lru"),
         ("checkpoint.shard_reader.LoadedTable.candidates", None, "admit"),
     ],
@@ -491,13 +491,13 @@ def test_lost_cut_is_told_and_the_next_checkpoint_is_written(
     ids = np.arange(50)
     table.push(ids, np.ones((50, DIM), np.float32)).result()
     monkeypatch.setattr("paramserve.core.table.cut.COPIED_BYTES_MAX", 0)
-    whole = TableCopy.wanted
+    whole = TableCopy.rows_to_copy
 
     def late(copy: TableCopy) -> Any:
         table.push(ids, np.ones((50, DIM), np.float32)).result()
         return whole(copy)
 
-    monkeypatch.setattr(TableCopy, "wanted", late)
+    monkeypatch.setattr(TableCopy, "rows_to_copy", late)
     with pytest.raises(CheckpointError, match="of a table's rows changed before they were read"):
         cluster.checkpoint()
     monkeypatch.undo()

@@ -608,7 +608,7 @@ def test_malformed_reads_are_refused(make_cluster: MakeCluster) -> None:
     table = users(client, pull=Int8())
     codecs, peer = table.block.row_codecs, Peer(client, table)
     assert codecs is not None
-    good = codecs.asked(np.array([1, 1, 9]), exact=False).tobytes()
+    good = codecs.encode_request(np.array([1, 1, 9]), exact=False).tobytes()
     assert len(good) == 8 + 3
     for payload, asked in (
         (b"", 3),
@@ -632,7 +632,7 @@ def test_server_survives_random_rows(make_cluster: MakeCluster) -> None:
     keys, rows = np.array([1, 5, 900, 2**50]), normal(1, 4)
     assert codecs is not None
     pushes = bytes(pushed(table, keys, rows))
-    asks = codecs.asked(keys, exact=False).tobytes()
+    asks = codecs.encode_request(keys, exact=False).tobytes()
     changes = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4)
     refused = 0
 

@@ -28,7 +28,7 @@ from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
 from paramserve.core.table.options import LRU, TableOptions, Zeros
 from paramserve.core.table.parts import RowGradient
-from paramserve.core.table.store import Purpose, RowStore, Taken
+from paramserve.core.table.store import Purpose, RowsTaken, RowStore
 from paramserve.messages import Delete
 from paramserve.rules.compiled import compiled
 from paramserve.rules.custom import CustomRule
@@ -304,7 +304,7 @@ def draft_makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is prepared for a clock has its rows from then on, whether it is decided or refused."""
     take = RowStore.take
 
-    def taken(store: RowStore, keys: np.ndarray, clock: int, purpose: Purpose) -> Taken:
+    def taken(store: RowStore, keys: np.ndarray, clock: int, purpose: Purpose) -> RowsTaken:
         drafted = take(store, keys, clock, purpose)
         if purpose is Purpose.DRAFT:
             take(store, keys, clock, Purpose.PUT)

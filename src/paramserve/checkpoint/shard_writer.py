@@ -253,7 +253,7 @@ def _write_table(writer: Writer, part: ShardCut, copy: TableCopy, buffer: Array)
     """Write the rows of a table that a checkpoint is to have, by way of `buffer`."""
     while copy.find_free(KEYS_AT_ONCE) or copy.find_waiting(KEYS_AT_ONCE):
         yield _nothing
-    rows_to_write = yield copy.wanted
+    rows_to_write = yield copy.rows_to_copy
     keys = np.empty(rows_to_write.size, np.int64)
     for at in range(0, rows_to_write.size, KEYS_AT_ONCE):
         some = slice(at, at + KEYS_AT_ONCE)

@@ -322,7 +322,7 @@ def _coded_keys(codecs: RowCodecs, asked: Keys, memory: Bytes) -> Bytes:
     keys, places = keys_at(memory, asked.offset, asked.rows)
     order = order_of(keys)
     keys[...], places[...] = keys[order], places[order]
-    return codecs.asked(keys, exact=type(asked) is ExactKeys)
+    return codecs.encode_request(keys, exact=type(asked) is ExactKeys)
 
 
 def _decoded(table: str, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:

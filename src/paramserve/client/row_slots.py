@@ -19,7 +19,7 @@ from paramserve.client.payloads import ExactKeys
 from paramserve.core.partition import Block
 from paramserve.core.table import routing, wide
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.parts import lying, padded
+from paramserve.core.table.parts import padded, view_at
 from paramserve.messages import Contains, Delete, Gradient, Keys, ReadTarget, ShardRequest
 from paramserve.rules.base import Hyper
 from paramserve.rules.layout import WIDE
@@ -171,8 +171,8 @@ def lay_named(
     answers: list[tuple[Array, Array]] = []
     offset = 0
     for own, size in zip(chosen, sizes, strict=True):
-        lying(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
-        behind = lying(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size))
+        view_at(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
+        behind = view_at(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size))
         answers.append((own, behind))
         requests.append(kind(0, block.id, own.size, slot.arena, slot.offset + offset))
         offset += size

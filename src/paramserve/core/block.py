@@ -115,8 +115,8 @@ class InSixteenBits:
         self.nbytes = block.size * self.dtype.itemsize
         self.mark = object()
 
-    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
-        """As `Placed.lying`, [elements on this shard]."""
+    def view_at(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+        """As `Placed.view_at`, [elements on this shard]."""
         return self._block.part(self.dtype, whole, arena, offset)
 
 
@@ -265,12 +265,12 @@ class ShardBlock(ShardStorage):
         """
         _ = self.scratch
 
-    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
-        """Its part of an arena, [elements on this shard]; as `Placed.lying`."""
+    def view_at(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+        """Its part of an arena, [elements on this shard]; as `Placed.view_at`."""
         return self.part(self.dtype, whole, arena, offset)
 
     def part(self, dtype: np.dtype[Any], whole: Bytes | None, arena: int, offset: int) -> Array:
-        """As `lying`, of this dtype."""
+        """As `view_at`, of this dtype."""
         if self.size == 0:
             return np.empty(0, dtype)
         nbytes = self.size * dtype.itemsize
@@ -291,7 +291,7 @@ class ShardBlock(ShardStorage):
                 one of ours, and failed. In both cases nothing was applied.
         """
         whole, start, nbytes = memory.get(header.arena), header.offset, header.extent
-        codec, found = self.push_codec, np.empty(self.size, self.dtype)
+        codec, array = self.push_codec, np.empty(self.size, self.dtype)
         wrong = "it was defined without a codec of pushes"
         if codec is not None:
             inside = whole is not None and start >= 0 and start % 8 == 0
@@ -299,14 +299,14 @@ class ShardBlock(ShardStorage):
             if inside and whole is not None and start + nbytes <= whole.size:
                 data = whole[start : start + nbytes]
                 if data.ctypes.data % 8:
-                    data, lying = aligned(nbytes), data
-                    data[...] = lying
+                    data, unaligned = aligned(nbytes), data
+                    data[...] = unaligned
                 try:
-                    codec.decode(data, found)
+                    codec.decode(data, array)
                 except ValueError as error:
                     wrong = str(error)
                 else:
-                    return found
+                    return array
         raise ShapeMismatch(
             f"an encoded gradient came for block {self.spec.block} in group "
             f"{self.spec.group_name!r}: {wrong}",
@@ -458,10 +458,10 @@ class ShardBlock(ShardStorage):
             fused = out if active is None else None
             if self.half is not None and gradient.dtype != self.half.dtype:
                 fused = None  # a kernel has one dtype for what is sent
-            chosen = hyper if hyper is not None else self.hyper
+            numbers = hyper if hyper is not None else self.hyper
             self.revision += 1
             try:
-                self.rule.apply(self.value, gradient, self.state, chosen, runs, push, fused)
+                self.rule.apply(self.value, gradient, self.state, numbers, runs, push, fused)
             except NonFinite as error:
                 partly = "what lies before them was applied, the rest was not"
                 raise self._changed_since(push.worker, partly, "unknown") from error
@@ -501,7 +501,7 @@ class ShardBlock(ShardStorage):
             NonFinite: the gradient is not what was looked at before. Nothing was applied.
         """
         assert self.rule is not None, "check() comes first"
-        chosen = hyper if hyper is not None else self.hyper
+        numbers = hyper if hyper is not None else self.hyper
         runs = self._pieces.runs(active) if self.size else []
         with guarded(self._about("failed"), self.rule):
             if self._copies is None:
@@ -509,7 +509,7 @@ class ShardBlock(ShardStorage):
             copies = self._copies
             if self.half is not None:
                 gradient = self.widened(gradient)
-            finite = copies.compute(self.rule, gradient, chosen, runs, push)
+            finite = copies.compute(self.rule, gradient, numbers, runs, push)
         if not finite:
             raise self._changed_since(push.worker, "the rule's update was left out")
         return BlockUpdate(self, copies, runs, active)

@@ -24,9 +24,9 @@ class Placed(Protocol):
     """What has a part in a request's memory."""
 
     mark: object
-    """Stands for all that `lying` depends on but its arguments."""
+    """Stands for all that `view_at` depends on but its arguments."""
 
-    def lying(self, whole: Bytes | None, arena: int, offset: int) -> Array:
+    def view_at(self, whole: Bytes | None, arena: int, offset: int) -> Array:
         """The part as an array, if it lies in these bytes.
 
         Raises:
@@ -58,15 +58,15 @@ class Memory:
         return self._arenas.get(arena) if arena else self._payload
 
     def at(self, arena: int, offset: int, placed: Placed) -> Array:
-        """What lies there; raises as `Placed.lying`."""
+        """What lies there; raises as `Placed.view_at`."""
         if not arena:  # a payload is used once
-            return placed.lying(self._payload, arena, offset)
+            return placed.view_at(self._payload, arena, offset)
         place = arena, offset, placed.mark
         if place in self._views:
             whole, view = self._views[place]
             if arena in self._arenas and self._arenas[arena] is whole:
                 return view
-        view = placed.lying(self._arenas.get(arena), arena, offset)
+        view = placed.view_at(self._arenas.get(arena), arena, offset)
         if arena in self._arenas:  # an empty part lies anywhere
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()

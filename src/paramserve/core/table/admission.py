@@ -59,12 +59,12 @@ class _Generation:
     def put(self, keys: Keys, slots: Keys, counts: npt.NDArray[np.int64]) -> None:
         """Set counts of keys, whose slots are known or -1."""
         new = slots < 0
-        made = np.arange(len(self), len(self) + int(new.sum()), dtype=np.int64)
-        self.keys.reserve(len(self) + made.size)
-        self.counts.reserve(len(self) + made.size)
-        self.index.insert(keys[new], made)
-        self.keys.array[made] = keys[new]
-        slots[new] = made
+        new_slots = np.arange(len(self), len(self) + int(new.sum()), dtype=np.int64)
+        self.keys.reserve(len(self) + new_slots.size)
+        self.counts.reserve(len(self) + new_slots.size)
+        self.index.insert(keys[new], new_slots)
+        self.keys.array[new_slots] = keys[new]
+        slots[new] = new_slots
         self.counts.array[slots] = counts
 
 
@@ -128,12 +128,12 @@ class Candidates:
         Raises:
             MemoryError: the system has no memory for them. All counts are as they were.
         """
-        made = _Generation(), _Generation()
-        for generation, (keys, counts) in zip(made, (young, old), strict=True):
+        generations = _Generation(), _Generation()
+        for generation, (keys, counts) in zip(generations, (young, old), strict=True):
             generation.reserve(keys.size)
             slots = np.full(keys.size, -1, np.int64)
             generation.put(keys, slots, counts.astype(np.int64))
-        self._young, self._old = made
+        self._young, self._old = generations
 
     def admitted(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Which of these keys, each once, a push of them all would give a row. Changes nothing."""

@@ -218,8 +218,8 @@ class KeyedBlock(ShardStorage):
         whole = parts.within(memory, offset, nbytes, "", nbytes, f" bytes of{self._of}")
         data = whole[offset : offset + nbytes]
         if data.ctypes.data % 8:
-            data, lying = aligned(nbytes), data
-            data[...] = lying
+            data, unaligned = aligned(nbytes), data
+            data[...] = unaligned
         return data
 
     def _not_encoded(self, what: str, why: ValueError) -> ShapeMismatch:
@@ -254,11 +254,13 @@ class KeyedBlock(ShardStorage):
     def hold(self, removed: int = 0) -> None:
         """Keep the room for the rows of the update that was looked at last, until `release`; and
         for rows that were removed since."""
-        self.store.held = self.store.held + removed if removed else self.store.drafted
+        self.store.reserved_rows = (
+            self.store.reserved_rows + removed if removed else self.store.drafted
+        )
 
     def release(self) -> None:
         """That update was applied, or is not to come."""
-        self.store.held = 0
+        self.store.reserved_rows = 0
 
     def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:
         """Weighted sum of several gradients, key by key, in the order given."""
@@ -297,12 +299,12 @@ class KeyedBlock(ShardStorage):
             return
         rows, keys, values, dropped = self.admitted(gradient, Purpose.PUSH)
         self.unadmitted += dropped.size
-        chosen = hyper if hyper is not None else self.hyper
+        numbers = hyper if hyper is not None else self.hyper
         if keys.size and self._ours is not None:
-            self._ours.apply_rows(self.store.view(rows, keys), for_kernels(values), chosen, push)
+            self._ours.apply_rows(self.store.view(rows, keys), for_kernels(values), numbers, push)
         elif keys.size:
             assert self.rule is not None, "a table has one"
-            apply_rows(self.rule, self.store.view(rows, keys), values, chosen, push)
+            apply_rows(self.rule, self.store.view(rows, keys), values, numbers, push)
 
     def admitted(
         self, gradient: RowGradient, purpose: Purpose
@@ -312,11 +314,11 @@ class KeyedBlock(ShardStorage):
         keys, values = gradient
         if not keys.size and purpose is Purpose.PUSH:
             return keys, keys, values, keys
-        taken = self.store.take(keys, self.clock, purpose)
-        if not taken.dropped:
-            return taken.rows, keys, values, keys[:0]
-        there = np.flatnonzero(taken.rows != -1)
-        return taken.rows[there], keys[there], values[there], keys[taken.rows == -1]
+        result = self.store.take(keys, self.clock, purpose)
+        if not result.dropped:
+            return result.rows, keys, values, keys[:0]
+        there = np.flatnonzero(result.rows != -1)
+        return result.rows[there], keys[there], values[there], keys[result.rows == -1]
 
     def prepare(
         self,
@@ -338,10 +340,10 @@ class KeyedBlock(ShardStorage):
             return partial(self.apply, gradient, active, hyper, push)
         draft: RowDraft | None = None
         if keys.size:
-            chosen = hyper if hyper is not None else self.hyper
+            numbers = hyper if hyper is not None else self.hyper
             with guarded(self._about("failed"), self.rule):
                 view = self.store.drafts(rows, keys)
-                draft = draft_rows(self.rule, view, values, chosen, push)
+                draft = draft_rows(self.rule, view, values, numbers, push)
         return RowUpdate(self, gradient, keys, draft)
 
     # --- reads -----------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ class KeyedBlock(ShardStorage):
         assert place.keys is not None
         if self.codecs is None:
             return 4 * self.dim * place.keys.rows
-        exact = self._asked(memory, place.keys)[1]
+        exact = self._keys_in_frame(memory, place.keys)[1]
         return self.codecs.answer_bytes(place.keys.rows, exact=exact)
 
     def check_place(self, memory: Memory, place: ReadTarget) -> None:
@@ -377,35 +379,35 @@ class KeyedBlock(ShardStorage):
 
     def _keys(self, memory: Memory, place: ReadTarget) -> tuple[Array, Array | None]:
         """The keys of a read, and where their rows go (None: in order into the answer)."""
-        asked = place.keys
-        if asked is None or asked.rows < 0 or (asked.arena == 0) != (place.arena == 0):
+        request = place.keys
+        if request is None or request.rows < 0 or (request.arena == 0) != (place.arena == 0):
             raise ShapeMismatch(
                 f"a read of table {self.names} names no keys", fix="name the keys of the rows"
             )
-        if asked.arena == 0 and self.codecs is not None:
-            return self._asked(memory, asked)[0], None
-        if asked.arena == 0:
-            nbytes = parts.padded(8 * asked.rows)
+        if request.arena == 0 and self.codecs is not None:
+            return self._keys_in_frame(memory, request)[0], None
+        if request.arena == 0:
+            nbytes = parts.padded(8 * request.rows)
             whole = parts.within(
-                memory.get(0), asked.offset, nbytes, "keys of ", asked.rows, self._of
+                memory.get(0), request.offset, nbytes, "keys of ", request.rows, self._of
             )
-            return parts.lying(whole, np.int64, asked.rows, asked.offset), None
-        nbytes = parts.keys_bytes(asked.rows)
+            return parts.view_at(whole, np.int64, request.rows, request.offset), None
+        nbytes = parts.keys_bytes(request.rows)
         whole = parts.within(
-            memory.get(asked.arena), asked.offset, nbytes, "keys of ", asked.rows, self._of
+            memory.get(request.arena), request.offset, nbytes, "keys of ", request.rows, self._of
         )
-        return parts.keys_at(whole, asked.offset, asked.rows)
+        return parts.keys_at(whole, request.offset, request.rows)
 
-    def _asked(self, memory: Memory, asked: Keys) -> tuple[Array, bool]:
+    def _keys_in_frame(self, memory: Memory, request: Keys) -> tuple[Array, bool]:
         """The keys of a read in a frame, and whether its rows are to come exact; as `_keys`."""
         assert self.codecs is not None
-        if not asked.rows:  # there may be no payload
+        if not request.rows:  # there may be no payload
             return np.empty(0, np.int64), True
         whole = memory.get(0)
-        self._encoded(whole, asked.offset, HEAD_BYTES)
+        self._encoded(whole, request.offset, HEAD_BYTES)
         assert whole is not None
         try:
-            return self.codecs.read_asked(whole[asked.offset :], asked.rows)
+            return self.codecs.read_request(whole[request.offset :], request.rows)
         except ValueError as error:
             raise self._not_encoded("keys", error) from error
 
@@ -414,7 +416,7 @@ class KeyedBlock(ShardStorage):
         assert place.keys is not None
         rows = np.empty(self.dim * place.keys.rows, np.float32)
         self.read(memory, place, rows)
-        if self.codecs is None or self._asked(memory, place.keys)[1]:
+        if self.codecs is None or self._keys_in_frame(memory, place.keys)[1]:
             return rows
         return self.codecs.answer(rows)
 
@@ -432,8 +434,8 @@ class KeyedBlock(ShardStorage):
             assert whole is not None, "check_place() comes first"
             out = np.frombuffer(whole, np.float32, count, place.offset)
         out = out.reshape(-1, self.dim)
-        taken = self.store.take(keys, self.clock, Purpose.READ)
-        self.store.read(taken.rows, keys, out, places)
+        result = self.store.take(keys, self.clock, Purpose.READ)
+        self.store.read(result.rows, keys, out, places)
 
     # --- whole rows ------------------------------------------------------------------------------
 
@@ -466,18 +468,18 @@ class KeyedBlock(ShardStorage):
         if not message.rows:  # a reader of another shard's
             return 0, -1
         keys, rows, after = self.store.scan(max(message.cursor, 0), message.rows)
-        found = keys.size
-        into.keys[:found] = keys
-        self.store.read(rows, keys, into.values[:found], None)
+        count = keys.size
+        into.keys[:count] = keys
+        self.store.read(rows, keys, into.values[:count], None)
         if into.state is not None and into.counts is not None:
             state, counts = self.store.read_state(rows)
-            into.state[:found] = state
-            into.counts[:found] = 0 if counts is None else counts
+            into.state[:count] = state
+            into.counts[:count] = 0 if counts is None else counts
         if into.idle is not None:
-            into.idle[:found] = self.store.idle(rows, self.clock)
-        return found, after
+            into.idle[:count] = self.store.idle(rows, self.clock)
+        return count, after
 
-    def put(self, given: Records) -> Array:
+    def put(self, records: Records) -> Array:
         """Overwrite rows, or create them; but not those that were last used before what the TTL
         allows. The keys of the others.
 
@@ -485,16 +487,16 @@ class KeyedBlock(ShardStorage):
             NonFinite: they hold what the table's rows cannot hold. TableFull: there is no room for
                 the new ones. In both cases nothing was changed.
         """
-        if not given.keys.size:
-            return given.keys
-        parts.check_records(given, self.spec)
-        if given.idle is not None and self.store.is_past(given.idle).any():
-            given = given.at(~self.store.is_past(given.idle))
-        taken = self.store.take(given.keys, self.clock, Purpose.PUT)
-        self.store.write(taken.rows, given.values, given.state, given.counts)
-        if given.idle is not None:
-            self.store.set_idle(taken.rows, given.idle)
-        return given.keys
+        if not records.keys.size:
+            return records.keys
+        parts.check_records(records, self.spec)
+        if records.idle is not None and self.store.is_past(records.idle).any():
+            records = records.at(~self.store.is_past(records.idle))
+        result = self.store.take(records.keys, self.clock, Purpose.PUT)
+        self.store.write(result.rows, records.values, records.state, records.counts)
+        if records.idle is not None:
+            self.store.set_idle(result.rows, records.idle)
+        return records.keys
 
     # --- which rows are there --------------------------------------------------------------------
 
@@ -514,8 +516,8 @@ class KeyedBlock(ShardStorage):
         answers = isinstance(message, Contains) and message.arena
         nbytes = end + parts.padded(rows) if answers else end
         whole = parts.within(memory, offset, nbytes, "keys of ", rows, self._of)
-        keys = parts.lying(whole, np.int64, rows, offset)
-        behind = parts.lying(whole, np.uint8, rows, offset + end) if answers else EMPTY
+        keys = parts.view_at(whole, np.int64, rows, offset)
+        behind = parts.view_at(whole, np.uint8, rows, offset + end) if answers else EMPTY
         return keys, behind
 
     def delete(self, keys: Array) -> int:

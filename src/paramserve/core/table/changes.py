@@ -29,18 +29,18 @@ class Changed(NamedTuple):
     Attributes:
         rows: by row number, whether it changed; may be shorter than there are rows.
         used: whether it was used; of one that changed it says nothing.
-        gone: keys whose rows went, some of which may have come again, in parts.
+        removed_keys: keys whose rows went, some of which may have come again, in parts.
         whole: whether nothing of this can be relied on, since no checkpoint has the rest.
     """
 
     rows: Flags
     used: Flags
-    gone: tuple[Keys, ...]
+    removed_keys: tuple[Keys, ...]
     whole: bool
 
     def removed(self) -> Keys:
         """The keys that went, each once."""
-        keys = np.sort(np.concatenate([np.zeros(0, np.int64), *self.gone]))
+        keys = np.sort(np.concatenate([np.zeros(0, np.int64), *self.removed_keys]))
         first = np.ones(keys.size, np.bool_)
         np.not_equal(keys[1:], keys[:-1], first[1:])
         return keys[first]
@@ -60,7 +60,7 @@ class RowChanges:
         # One flag more: row -1, which is none, is the last.
         self._rows, self._used = np.zeros(SMALL + 1, np.bool_), np.zeros(SMALL + 1, np.bool_)
         self._removed = list[Keys]()
-        self._gone = 0
+        self._removed_count = 0
 
     # --- what the store tells --------------------------------------------------------------------
 
@@ -70,26 +70,26 @@ class RowChanges:
             self._grow(int(rows.max()) + 1)
             _marked(self._rows, rows)
 
-    def used(self, rows: Keys) -> None:
+    def on_use(self, rows: Keys) -> None:
         """Rows are about to be used; -1 is left out."""
         if not _marked(self._used, rows):
             self._grow(int(rows.max()) + 1)
             _marked(self._used, rows)
 
-    def made(self, rows: Keys) -> None:
+    def on_create(self, rows: Keys) -> None:
         """Rows are about to be given to new keys."""
         self.before(rows)
 
-    def gone(self, rows: Keys, keys: Keys) -> None:
+    def on_remove(self, rows: Keys, keys: Keys) -> None:
         """Rows were evicted or deleted."""
         end = self._rows.size - 1
-        known = rows[rows < end]
-        self._rows[known] = self._used[known] = False
+        rows_before = rows[rows < end]
+        self._rows[rows_before] = self._used[rows_before] = False
         if not self._whole:
             self._removed.append(keys)
-            self._gone += keys.size
-            if self._gone > REMOVED_MAX:
-                self._removed, self._gone, self._whole = [], 0, True
+            self._removed_count += keys.size
+            if self._removed_count > REMOVED_MAX:
+                self._removed, self._removed_count, self._whole = [], 0, True
 
     def _grow(self, rows: int) -> None:
         size = max(rows, 2 * self._rows.size) + 1
@@ -122,8 +122,8 @@ class RowChanges:
             self._grow(size)
         self._rows[:size] |= changed.rows
         self._used[:size] |= changed.used
-        self._removed[:0] = changed.gone
-        self._gone += sum(each.size for each in changed.gone)
+        self._removed[:0] = changed.removed_keys
+        self._removed_count += sum(each.size for each in changed.removed_keys)
 
 
 def _longer(flags: Flags, size: int) -> Flags:

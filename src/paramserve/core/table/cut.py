@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 1 << 16
 """Of a table, when all are read."""
 COPIED_BYTES_MAX = 256 << 20
 """Rows copied ahead of their change, of one table on one shard; past that the cut is lost."""
-WRITTEN, GONE, NEW = -1, -2, -3
+WRITTEN, REMOVED, NEW = -1, -2, -3
 """In place of where the copy of a row is: it needs none any more; it went after the cut, and
 lies there until its number is given to another key; at the cut no key had its number."""
 
@@ -59,8 +59,8 @@ class RowsCopy:
         self.layout = store.layout
         self.changed = None if changed is None or changed.whole else changed
         self._store: RowStore | None = store
-        known = store.begun if self.changed is None else self.changed.rows.size
-        self.size = min(store.begun, known)
+        size = store.rows_used if self.changed is None else self.changed.rows.size
+        self.size = min(store.rows_used, size)
         self._place = sparse(self.size, np.int32)
         """By row: where its copy is, from 1; 0: it has not changed; `WRITTEN`, `GONE`, `NEW`."""
         self._uses = sparse(self.size if store.orders_use else 0, np.int64)
@@ -71,7 +71,7 @@ class RowsCopy:
         self._keys = Growing(0, np.int64)
         self._raw = Growing(self.layout.words, np.float32)
         self._copied = 0
-        self._lost = False
+        self._overflowed = False
         self.orders_use = store.orders_use
         store.watchers.append(self)
 
@@ -83,34 +83,34 @@ class RowsCopy:
             old = self._wanted_of(rows)
             self._copy(old[self._place[old] == 0])
 
-    def used(self, rows: Keys) -> None:
+    def on_use(self, rows: Keys) -> None:
         """Copy when rows, which are about to be used, were used last."""
         if self._following and self._store is not None:
             old = rows[(rows >= 0) & (rows < self.size)]
             fresh = old[self._uses[old] == 0]
             self._uses[fresh] = self._store.uses(fresh)
 
-    def made(self, rows: Keys) -> None:
+    def on_create(self, rows: Keys) -> None:
         """Copy rows that went after the cut, whose numbers other keys are about to get."""
         if not self._following:
             return
         old = rows[rows < self.size]
         place = self._place[old]
         self._place[old[place == 0]] = NEW
-        gone = old[place == GONE]
+        removed = old[place == REMOVED]
         if self.orders_use:
-            self.used(gone)
-        self._copy(gone)
+            self.on_use(removed)
+        self._copy(removed)
 
-    def gone(self, rows: Keys, keys: Keys) -> None:
+    def on_remove(self, rows: Keys, keys: Keys) -> None:
         """Rows that went lie there until their numbers are used again."""
         if self._following:
             old = self._wanted_of(rows)
-            self._place[old[self._place[old] == 0]] = GONE
+            self._place[old[self._place[old] == 0]] = REMOVED
 
     @property
     def _following(self) -> bool:
-        return self._store is not None and not self._lost
+        return self._store is not None and not self._overflowed
 
     def _wanted_of(self, rows: Keys) -> Keys:
         """Those of rows that may be wanted."""
@@ -139,7 +139,7 @@ class RowsCopy:
         self._copied = end
 
     def _lose(self) -> None:
-        self._lost = True
+        self._overflowed = True
         self._forget()
 
     def _forget(self) -> None:
@@ -148,42 +148,42 @@ class RowsCopy:
     # --- what is read ----------------------------------------------------------------------------
 
     def find_free(self, limit: int) -> bool:
-        """Look at some of the rows that no key has; whether there are more. Then `wanted` is not
-        known yet. Raises what `of` raises."""
-        found = self._open().free(self._looked, self._looked + limit)
-        self._looked += found.size
-        self._free.append(found)
-        return found.size == limit
+        """Scan up to `limit` free rows. True: more remain, and `rows_to_copy` is incomplete. Raises
+        what `of` raises."""
+        free = self._open().free(self._looked, self._looked + limit)
+        self._looked += free.size
+        self._free.append(free)
+        return free.size == limit
 
-    def wanted(self) -> Keys:
-        """The numbers of the rows that are wanted, behind `find_free`. It takes long if they are
+    def rows_to_copy(self) -> Keys:
+        """The numbers of the rows to copy, once `find_free` is False. It takes long if there are
         many, and may run in another thread."""
-        wanted = np.ones(self.size, np.bool_)
+        marked = np.ones(self.size, np.bool_)
         if self.changed is not None:
-            np.logical_or(self.changed.rows[: self.size], self.changed.used[: self.size], wanted)
+            np.logical_or(self.changed.rows[: self.size], self.changed.used[: self.size], marked)
         for free in self._free:
             here = free[free < self.size]
-            wanted[here[self._place[here] == 0]] = False
-        wanted[self._place == NEW] = False
-        return np.flatnonzero(wanted)
+            marked[here[self._place[here] == 0]] = False
+        marked[self._place == NEW] = False
+        return np.flatnonzero(marked)
 
-    def _wanted_now(self) -> Keys:
+    def _rows_now(self) -> Keys:
         while self.find_free(ROWS_AT_ONCE):
             pass
-        return self.wanted()
+        return self.rows_to_copy()
 
     def batches(self, layout: RowLayout) -> Iterator[CutRows]:
         """All rows, some at a time. Raises what `of` raises."""
-        wanted = self._wanted_now()
-        for begin in range(0, wanted.size, ROWS_AT_ONCE):
-            yield self.of(wanted[begin : begin + ROWS_AT_ONCE])
+        rows = self._rows_now()
+        for begin in range(0, rows.size, ROWS_AT_ONCE):
+            yield self.of(rows[begin : begin + ROWS_AT_ONCE])
 
     def uses(self) -> tuple[Keys, Keys] | None:
         """All keys with the clocks of their last use, the one first whose use is longest ago; None:
         the table lets no rows go. Raises what `of` raises."""
         if not self.orders_use:
             return None
-        rows = self._wanted_now()
+        rows = self._rows_now()
         uses = self.uses_of(rows)
         oldest = np.argsort(uses)
         return self.keys_of(rows[oldest]), clocks_of(uses[oldest])
@@ -242,7 +242,7 @@ class RowsCopy:
         self._place[rows] = WRITTEN
 
     def _open(self) -> RowStore:
-        if self._lost:
+        if self._overflowed:
             raise Overloaded(
                 f"the cut is lost: over {COPIED_BYTES_MAX >> 20} MiB of a table's rows changed "
                 "before they were read, or there was no memory for their copies",

@@ -104,14 +104,14 @@ class RowCodecs:
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def asked(self, keys: Array, *, exact: bool) -> Bytes:
+    def encode_request(self, keys: Array, *, exact: bool) -> Bytes:
         """The keys of a read, which rise, int64 [n]."""
         out = aligned(HEAD_BYTES + keys_bytes(keys, REPEATED))
         out[:HEAD_BYTES].view(np.uint32)[...] = out.size - HEAD_BYTES, exact
         write_keys(keys, out[HEAD_BYTES:], REPEATED)
         return out
 
-    def read_asked(self, data: Bytes, rows: int) -> tuple[Array, bool]:
+    def read_request(self, data: Bytes, rows: int) -> tuple[Array, bool]:
         """The keys of a read, int64 [rows], and whether the rows are to come exact.
 
         Args:

@@ -214,7 +214,7 @@ def close_gap(entries: Array, gap: Any, secret: int) -> None:
 @kernel
 def remove(entries: Array, old: Array, keys: Array, secret: int) -> int:
     """Take keys out of both arrays (`old` has no places where none move). Says how many it had."""
-    known = 0
+    count = 0
     for i in range(keys.size):
         key = keys[i]
         at = place_of(entries, key, home(key, entries.shape[0], secret))
@@ -225,13 +225,13 @@ def remove(entries: Array, old: Array, keys: Array, secret: int) -> int:
             before = place_of(old, key, home(key, old.shape[0], secret))
             if before >= 0:
                 old[before, 1] = BURIED
-        known += at >= 0 or before >= 0
-    return known
+        count += at >= 0 or before >= 0
+    return count
 
 
 @kernel
 def distinct(
-    keys: Array, rows: Array, scratch: Array, found: Array, which: Array, secret: int
+    keys: Array, rows: Array, scratch: Array, unique: Array, which: Array, secret: int
 ) -> int:
     """The keys without a row (rows[i] < 0), each once, in the order in which they first stand.
 
@@ -245,12 +245,12 @@ def distinct(
             continue
         key = keys[i]
         at = home(key, places, secret)
-        while scratch[at] != 0 and found[scratch[at] - 1] != key:
+        while scratch[at] != 0 and unique[scratch[at] - 1] != key:
             at += 1
             if at == places:
                 at = 0
         if scratch[at] == 0:
-            found[count] = key
+            unique[count] = key
             count += 1
             scratch[at] = count
         which[i] = scratch[at] - 1
@@ -258,12 +258,12 @@ def distinct(
 
 
 @kernel
-def give_rows(which: Array, made: Array, rows: Array) -> int:
+def give_rows(which: Array, numbers: Array, rows: Array) -> int:
     """rows[i] = made[which[i]] where which[i] >= 0; says how many rows are -1 after that."""
     absent = 0
     for i in range(which.size):
         if which[i] >= 0:
-            rows[i] = made[which[i]]
+            rows[i] = numbers[which[i]]
         absent += rows[i] < 0
     return absent
 

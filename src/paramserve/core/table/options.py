@@ -212,15 +212,17 @@ class TableOptions:
     max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        given: tuple[tuple[str, Any, tuple[type[Any], ...]], ...] = (
+        slots: tuple[tuple[str, Any, tuple[type[Any], ...]], ...] = (
             ("init", self.init, _INIT),
             ("admit", self.admit, (MinCount, type(None))),
             ("evict", self.evict, (*_EVICT, type(None))),
         )
-        for name, value, kinds in given:
+        for name, value, kinds in slots:
             if not isinstance(value, kinds):
-                wanted = ", ".join("None" if k is type(None) else f"ps.{k.__name__}" for k in kinds)
-                raise TypeError(f"{name} has to be an object of {wanted}, not {value!r}")
+                kinds_text = ", ".join(
+                    "None" if k is type(None) else f"ps.{k.__name__}" for k in kinds
+                )
+                raise TypeError(f"{name} has to be an object of {kinds_text}, not {value!r}")
         _count(self, "max_bytes", 0, 1 << 62)
         if self.lru is not None and self.lru.rows is None and not self.max_bytes:
             raise ValueError("evict=LRU() needs a limit: LRU(rows=...), or max_bytes=")
@@ -280,21 +282,23 @@ class TableOptions:
         Raises:
             ValueError, TypeError: an option is unknown, or is not what it has to be.
         """
-        given = dict(spec.options)
-        max_bytes: Any = given.pop("max_bytes", 0)
-        made: dict[str, Any] = {}
+        options = dict(spec.options)
+        max_bytes: Any = options.pop("max_bytes", 0)
+        parts: dict[str, Any] = {}
         for slot in _SLOTS:
-            name = given.pop(slot, None)
+            name = options.pop(slot, None)
             if name is not None:
-                inner = [path for path in given if path.startswith(f"{slot}.")]
-                made[slot] = _made(name, {path[len(slot) + 1 :]: given.pop(path) for path in inner})
-        if given or "init" not in made:
+                inner = [path for path in options if path.startswith(f"{slot}.")]
+                parts[slot] = _construct(
+                    name, {path[len(slot) + 1 :]: options.pop(path) for path in inner}
+                )
+        if options or "init" not in parts:
             raise ValueError(
                 f"a table has init, which is needed, and {', '.join(_SLOTS[1:])}, max_bytes; not "
                 f"{spec.options}"
             )
         return cls(
-            made["init"], made.get("admit"), _both(made.get("ttl"), made.get("lru")), max_bytes
+            parts["init"], parts.get("admit"), _both(parts.get("ttl"), parts.get("lru")), max_bytes
         )
 
 
@@ -302,14 +306,14 @@ _SLOTS = ("init", "admit", "ttl", "lru")
 """Where options stand on the wire."""
 
 
-def _made(name: Any, given: dict[str, Any]) -> Any:
+def _construct(name: Any, options: dict[str, Any]) -> Any:
     kind = _KINDS.get(name)
     if kind is None:
         raise ValueError(f"{name!r} is no option of a table; known: {', '.join(_KINDS)}")
     try:
-        return kind(**given)
+        return kind(**options)
     except TypeError as wrong:
-        raise TypeError(f"{name} does not take {given}: {wrong}") from wrong
+        raise TypeError(f"{name} does not take {options}: {wrong}") from wrong
 
 
 def _both(ttl: Any, lru: Any) -> Any:

@@ -154,15 +154,15 @@ def records_at(
     state = counts = None
     if width is not None:
         cursor = offset + gradient_bytes(rows, dim)
-        state = lying(memory, np.float32, rows * width, cursor).reshape(rows, width)
-        counts = lying(memory, np.uint32, rows, cursor + padded(4 * rows * width))
+        state = view_at(memory, np.float32, rows * width, cursor).reshape(rows, width)
+        counts = view_at(memory, np.uint32, rows, cursor + padded(4 * rows * width))
     clocks = None
     if idle:
-        clocks = lying(memory, np.int64, rows, offset + records_bytes(rows, dim, width))
+        clocks = view_at(memory, np.int64, rows, offset + records_bytes(rows, dim, width))
     return Records(keys, values, state, counts, clocks)
 
 
-def lying(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:
+def view_at(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:
     """An array that lies there; where nothing does, there may be no memory."""
     return np.frombuffer(memory, dtype, count, offset) if count else np.empty(0, dtype)
 

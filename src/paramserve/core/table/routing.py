@@ -49,11 +49,11 @@ def distinct(keys: Array) -> tuple[Array, Array]:
     size = 64
     while size < 3 * keys.size:
         size *= 2
-    found = np.empty(keys.size, np.int64)
+    unique = np.empty(keys.size, np.int64)
     numbers = np.empty(keys.size, np.int32)
     table = np.empty(size, np.int32)
-    count = routing_kernels().find_distinct(keys, table, found, numbers, own_secret())
-    return found[:count], numbers
+    count = routing_kernels().find_distinct(keys, table, unique, numbers, own_secret())
+    return unique[:count], numbers
 
 
 def lay_keys(keys: Array, shards: int, words: Array) -> Parts:
@@ -92,9 +92,9 @@ def summed(keys: Array, values: Array) -> RowGradient:
         keys: int64 [n].
         values: float32 [n, dim].
     """
-    found, numbers = distinct(keys)
+    unique, numbers = distinct(keys)
     dim = values.shape[1]
-    out = np.empty(found.size * dim, np.float32)
-    targets = np.arange(found.size, dtype=np.int64) * dim
+    out = np.empty(unique.size * dim, np.float32)
+    targets = np.arange(unique.size, dtype=np.int64) * dim
     routing_kernels().add_rows(values, numbers, targets, out, False)
-    return RowGradient(found, out.reshape(-1, dim))
+    return RowGradient(unique, out.reshape(-1, dim))

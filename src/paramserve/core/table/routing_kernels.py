@@ -157,14 +157,14 @@ def sum_rows(values: Array, numbers: Array, targets: Array, out: Array, elsewher
     base, there, row_bytes = values.ctypes.data, out.ctypes.data, values.shape[1] * 4
     few = values.shape[0] - targets.size <= values.shape[0] // FEW
     streamed = elsewhere and few and streaming_pays(there, row_bytes, targets.size)
-    bad, begun = -1, 0
+    bad, started = -1, 0
     for i in range(values.shape[0]):
         number = numbers[i]
         source = values[i]
         target = out[targets[number] : targets[number] + source.size]
         to = there + targets[number] * 4
         good = True
-        if number < begun:
+        if number < started:
             for j in range(source.size):
                 target[j] += source[j]
                 good &= abs(target[j]) < np.inf
@@ -176,7 +176,7 @@ def sum_rows(values: Array, numbers: Array, targets: Array, out: Array, elsewher
             for j in range(source.size):
                 target[j] = source[j]
                 good &= abs(source[j]) < np.inf
-        begun = max(begun, number + 1)
+        started = max(started, number + 1)
         if not good and bad < 0:
             bad = i
     if streamed:

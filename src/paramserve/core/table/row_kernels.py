@@ -153,10 +153,10 @@ def pack(values: Array, half: int, words: Array) -> None:
 
 
 @inlined
-def ask(base: Any, row: int, row_bytes: int, wanted: int) -> None:
-    """Prefetch the first `wanted` bytes of a row, if it is one."""
+def ask(base: Any, row: int, row_bytes: int, nbytes: int) -> None:
+    """Prefetch the first `nbytes` bytes of a row, if it is one."""
     if row >= 0:
-        for at in range(0, wanted, LINE):
+        for at in range(0, nbytes, LINE):
             prefetch(np.uint64(base + row * row_bytes + at))
 
 
@@ -168,17 +168,17 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
     have: clients can write to the memory that positions lie in, also after they were checked.
     """
     floats, out = borrowed(floats), borrowed(out)
-    base, row_bytes, wanted, n = floats.ctypes.data, floats.shape[1] * 4, dim * 4, rows.size
+    base, row_bytes, nbytes, n = floats.ctypes.data, floats.shape[1] * 4, dim * 4, rows.size
     there = out.ctypes.data
-    ahead = max(2, AHEAD_BYTES // wanted)
+    ahead = max(2, AHEAD_BYTES // nbytes)
     placed = positions.size > 0
-    streamed = placed and streaming_pays(there, wanted, n)  # else it is read here, and at once
+    streamed = placed and streaming_pays(there, nbytes, n)  # else it is read here, and at once
     absent = 0
     for i in range(min(ahead, n)):
-        ask(base, rows[i], row_bytes, wanted)
+        ask(base, rows[i], row_bytes, nbytes)
     for i in range(n):
         if i + ahead < n:
-            ask(base, rows[i + ahead], row_bytes, wanted)
+            ask(base, rows[i + ahead], row_bytes, nbytes)
         row = rows[i]
         at = positions[i] if placed else i
         if row < 0:
@@ -186,7 +186,7 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
         elif not 0 <= at < out.shape[0]:
             continue
         elif streamed:
-            stream_row(base + row * row_bytes, there + at * wanted, wanted)
+            stream_row(base + row * row_bytes, there + at * nbytes, nbytes)
         else:
             source, to = floats[row], out[at]
             for j in range(dim):

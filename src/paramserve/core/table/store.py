@@ -79,7 +79,7 @@ class Purpose(Enum):
     """Creates always. Counts as use."""
 
 
-class Taken(NamedTuple):
+class RowsTaken(NamedTuple):
     """Where the rows of some keys are."""
 
     rows: Keys
@@ -96,13 +96,13 @@ class RowWatcher(Protocol):
     def before(self, rows: Keys) -> None:
         """These rows, none of them -1, are about to change."""
 
-    def used(self, rows: Keys) -> None:
+    def on_use(self, rows: Keys) -> None:
         """These rows, -1 left out, are about to be used, where the table keeps the order of use."""
 
-    def made(self, rows: Keys) -> None:
+    def on_create(self, rows: Keys) -> None:
         """These rows, which no key has, are about to be given to new keys."""
 
-    def gone(self, rows: Keys, keys: Keys) -> None:
+    def on_remove(self, rows: Keys, keys: Keys) -> None:
         """These rows, of these keys, were evicted or deleted."""
 
 
@@ -142,7 +142,7 @@ class RowStore:
         """For cuts and checkpoints."""
         self.drafted = 0
         """Rows that the push of the last DRAFT would make."""
-        self.held = 0
+        self.reserved_rows = 0
         """Rows that nothing but a push takes the room of."""
         self.created = self.evicted = self.deleted = 0
         self._state = np.ascontiguousarray(state, np.float32)
@@ -154,7 +154,7 @@ class RowStore:
         self._scratch = np.empty(0, np.int64)
         self._free_rows = 0
         self._free_most = 0
-        self._begun = 0
+        self._rows_used = 0
         """Row numbers that have been given out; those of rows that went are in `_free`."""
         self._clock = 0
         evicts = options.evict is not None
@@ -184,7 +184,7 @@ class RowStore:
         row = self._rows.row_bytes + self._keys.row_bytes
         row += self._use.row_bytes if self._use is not None else 0
         waiting = self._candidates.nbytes if self._candidates is not None else 0
-        return self._begun * row + self._free_most * 8 + self._index.nbytes + waiting
+        return self._rows_used * row + self._free_most * 8 + self._index.nbytes + waiting
 
     def _room(self, candidates: int) -> int:
         """Rows that `max_bytes` allows, with the index as large as it ever gets."""
@@ -200,7 +200,7 @@ class RowStore:
 
     # --- which rows are there ------------------------------------------------------------------
 
-    def take(self, keys: Keys, clock: int, purpose: Purpose) -> Taken:
+    def take(self, keys: Keys, clock: int, purpose: Purpose) -> RowsTaken:
         """The rows of some keys, created where `purpose` says so.
 
         Args:
@@ -220,12 +220,12 @@ class RowStore:
             dropped = absent if purpose in (Purpose.PUSH, Purpose.DRAFT) else 0
         elif self._use is not None and purpose not in (Purpose.READ, Purpose.DRAFT):
             for each in self.watchers:
-                each.used(rows)
+                each.on_use(rows)
             self._use.touch(rows, self._clock)
         if purpose is Purpose.DRAFT:
             self.drafted, created = created, 0
         self.created += created
-        return Taken(rows, created, dropped)
+        return RowsTaken(rows, created, dropped)
 
     def delete(self, keys: Keys, clock: int) -> int:
         """Remove the rows of some keys, and the counts of those that wait for admission: a key that
@@ -277,31 +277,31 @@ class RowStore:
             admitted = None
             if self._candidates is not None and pushes:
                 admitted = self._candidates.admitted(fresh)
-            wanted = fresh if admitted is None else fresh[admitted]
-            held = 0 if pushes or self.options.lru is not None else self.held
-            over = self._over(wanted.size, rows, held)
-            self._reserve(wanted.size + held, over)
+            new_keys = fresh if admitted is None else fresh[admitted]
+            reserved = 0 if pushes or self.options.lru is not None else self.reserved_rows
+            over = self._over(new_keys.size, rows, reserved)
+            self._reserve(new_keys.size + reserved, over)
             if self._candidates is not None and admitted is not None:
                 self._candidates.reserve(fresh)
         except MemoryError:
             raise self._no_memory(absent) from None
         if purpose is Purpose.DRAFT:
-            made = np.full(wanted.size, TO_COME, np.int64)
+            numbers = np.full(new_keys.size, TO_COME, np.int64)
         else:
             if self._use is not None:
                 for each in self.watchers:
-                    each.used(rows)
+                    each.on_use(rows)
                 self._use.touch(rows, self._clock)
                 self._evict(self._use.oldest(over))
             if self._candidates is not None and admitted is not None:
                 self._candidates.count(fresh, admitted)
-            made = self._new_rows(wanted)
+            numbers = self._new_rows(new_keys)
         if admitted is not None:
             every = np.full(fresh.size, -1, np.int64)
-            every[admitted] = made
-            made = every
-        absent = int(kernels.give_rows(which, made, rows))
-        return wanted.size, absent if purpose is not Purpose.DRAFT else int((rows == -1).sum())
+            every[admitted] = numbers
+            numbers = every
+        absent = int(kernels.give_rows(which, numbers, rows))
+        return new_keys.size, absent if purpose is not Purpose.DRAFT else int((rows == -1).sum())
 
     def _spare(self, *sizes: int) -> list[Keys]:
         """Arrays of these sizes, until the next request: pages that are new each time cost more."""
@@ -310,15 +310,15 @@ class RowStore:
         ends = np.cumsum(sizes).tolist()
         return [self._scratch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
-    def _over(self, more: int, rows: Keys, held: int) -> int:
+    def _over(self, more: int, rows: Keys, reserved: int) -> int:
         """How many rows have to go for `more` rows, besides those past their TTL and `rows`.
 
         Args:
-            held: rows that are to have room besides.
+            reserved: rows that are to have room besides.
         Raises:
             TableFull: that cannot be.
         """
-        limit = self.rows_max - held
+        limit = self.rows_max - reserved
         over = len(self) + more - limit
         if more and over > 0:
             if self._use is not None and self._ttl is not None:
@@ -327,15 +327,15 @@ class RowStore:
             if over > 0 and self.options.lru is None:
                 raise self._full(more, more)
             if over > 0 and more + rows.size > self.rows_max:  # else they fit, however they repeat
-                kept = np.unique(rows[rows >= 0]).size
-                if more + kept > self.room:
-                    raise self._full(more, more + kept)
-                over = min(over, len(self) - kept)
+                distinct_rows = np.unique(rows[rows >= 0]).size
+                if more + distinct_rows > self.room:
+                    raise self._full(more, more + distinct_rows)
+                over = min(over, len(self) - distinct_rows)
         return max(over, 0) if more else 0
 
     def _reserve(self, more: int, over: int) -> None:
         """Have the memory for `more` rows when `over` are gone, and for all to be free one day."""
-        end = self._begun + more - min(self._free_rows + over, more)
+        end = self._rows_used + more - min(self._free_rows + over, more)
         self._rows.reserve(end)
         self._keys.reserve(end)
         if self._use is not None:
@@ -349,7 +349,7 @@ class RowStore:
             fix="let rows go with evict=ps.LRU(rows=...), or start more servers on more machines",
         )
 
-    def _full(self, more: int, wanted: int) -> TableFull:
+    def _full(self, more: int, rows: int) -> TableFull:
         limit = f"{self.room} rows" + (
             f" (max_bytes={self.options.max_bytes} on each server)"
             if self.options.max_bytes
@@ -359,7 +359,7 @@ class RowStore:
             failed = f"the table is full: it has {len(self)} of {limit}, {more} more were asked for"
             fix = "raise max_bytes, let rows go with evict=ps.LRU(), or start more servers"
         else:
-            failed = f"a request needs {wanted} rows at once, {self._name} has room for {limit}"
+            failed = f"a request needs {rows} rows at once, {self._name} has room for {limit}"
             fix = "raise max_bytes, or ask for fewer keys at once"
         return TableFull(failed, fix=fix)
 
@@ -367,14 +367,16 @@ class RowStore:
         """Make rows for keys that have none: freed ones, the last freed first, then new ones. There
         is memory for them."""
         again = min(self._free_rows, keys.size)
-        rows = np.arange(self._begun - again, self._begun - again + keys.size, dtype=np.int64)
+        rows = np.arange(
+            self._rows_used - again, self._rows_used - again + keys.size, dtype=np.int64
+        )
         if again:
             rows[:again] = self._free.array[self._free_rows - again : self._free_rows][::-1]
         for each in self.watchers:
-            each.made(rows)
+            each.on_create(rows)
         self._index.insert(keys, rows)
         self._free_rows -= again
-        self._begun += keys.size - again
+        self._rows_used += keys.size - again
         row_kernels().fill(
             *self._drawing, self._rows.array, self._words(), self.layout.half,
             self._state, keys, rows, self._keys.array,
@@ -401,7 +403,7 @@ class RowStore:
         self._free_rows = end
         self._free_most = max(self._free_most, end)
         for each in self.watchers:
-            each.gone(rows, keys)
+            each.on_remove(rows, keys)
 
     # --- what is in them -----------------------------------------------------------------------
 
@@ -486,15 +488,15 @@ class RowStore:
     # --- for a cut -----------------------------------------------------------------------------
 
     @property
-    def begun(self) -> int:
+    def rows_used(self) -> int:
         """Row numbers that have been given out."""
-        return self._begun
+        return self._rows_used
 
     def free(self, begin: int, end: int) -> Keys:
         """Some of those that no key has, by their place among them. A row keeps its place until it
         is given to a key."""
-        found: Keys = self._free.array[begin : min(end, self._free_rows)].copy()
-        return found
+        rows: Keys = self._free.array[begin : min(end, self._free_rows)].copy()
+        return rows
 
     def raw(self, rows: Keys, out: Floats) -> None:
         """Write rows as they lie in memory to `out`, [n, layout.words]; nothing where one is below
@@ -591,12 +593,12 @@ class RowStore:
             cursor: 0 at first.
             limit: row numbers to look at, at least 1.
         """
-        end = min(self._begun, cursor + limit)
+        end = min(self._rows_used, cursor + limit)
         keys = self._keys.array[cursor:end].copy()
         rows = np.empty(keys.size, np.int64)
         self._index.find(keys, rows)
         there = rows == np.arange(cursor, cursor + keys.size)  # else the row is a free one
-        return keys[there], rows[there], end if end < self._begun else -1
+        return keys[there], rows[there], end if end < self._rows_used else -1
 
 
 def _candidates_max(options: TableOptions) -> int:
@@ -680,12 +682,12 @@ class UseOrder:
 
     def oldest(self, limit: int, before: int | None = None) -> Keys:
         """At most `limit` rows last used before a clock, the oldest first. They stay."""
-        taken = np.empty(limit, np.int64)
+        rows = np.empty(limit, np.int64)
         end = EVER if before is None else before << USES_OF_A_CLOCK
         if limit and self._astray < end:
             self._sort()
-        found = use_kernels().oldest(self._links.array, self._ends, end, taken)
-        return taken[:found]
+        count = use_kernels().oldest(self._links.array, self._ends, end, rows)
+        return rows[:count]
 
     def used_before(self, rows: Keys, clock: int) -> Keys:
         """Those of `rows` (-1 is left out) that were last used before a clock, each once."""
@@ -695,8 +697,8 @@ class UseOrder:
 
     def numbers(self, rows: Keys) -> Keys:
         """Of the last use of rows."""
-        found: Keys = self._links.array[rows, 2]
-        return found
+        uses: Keys = self._links.array[rows, 2]
+        return uses
 
     def set_clocks(self, rows: Keys, clocks: Keys) -> None:
         """Say when all rows were used last; they are given in their order, which stays."""

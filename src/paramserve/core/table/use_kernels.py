@@ -69,11 +69,11 @@ def touch(links: Array, ends: Array, rows: Array, first: int) -> None:
 
 
 @kernel
-def oldest(links: Array, ends: Array, before: int, taken: Array) -> int:
-    """Write rows last used before a use to `taken`, the oldest first, until it is full."""
+def oldest(links: Array, ends: Array, before: int, rows: Array) -> int:
+    """Write rows last used before a use to `rows`, the oldest first, until it is full."""
     row, n = ends[OLDEST], 0
-    while n < taken.size and row >= 0 and links[row, USE] < before:
-        taken[n] = row
+    while n < rows.size and row >= 0 and links[row, USE] < before:
+        rows[n] = row
         n += 1
         row = links[row, NEWER]
     return n

@@ -46,7 +46,7 @@ def summed(keys: Array, numbers: Array) -> RowGradient:
         keys: int64 [n].
         numbers: of `WIDE`, [n, dim].
     """
-    found, places = routing.distinct(keys)
-    total = np.zeros((found.size, numbers.shape[1]), numbers.dtype)
+    unique, places = routing.distinct(keys)
+    total = np.zeros((unique.size, numbers.shape[1]), numbers.dtype)
     np.add.at(total, places, numbers)
-    return RowGradient(found, total.view(np.float32))
+    return RowGradient(unique, total.view(np.float32))

@@ -97,9 +97,9 @@ def test_room_that_is_held_for_no_keys_is_none() -> None:
     block.find_room(gradient(7, 8))
     block.find_room(gradient())
     block.hold()
-    assert block.store.held == 0
+    assert block.store.reserved_rows == 0
     block.find_room(gradient(7, 8))
     block.hold()
-    assert block.store.held == 2
+    assert block.store.reserved_rows == 2
     block.release()
-    assert block.store.held == 0
+    assert block.store.reserved_rows == 0

@@ -22,12 +22,12 @@ def rows_of(flags: np.ndarray) -> list[int]:
     return np.flatnonzero(flags).tolist()
 
 
-@pytest.mark.parametrize("what", ["before", "used"])
+@pytest.mark.parametrize("what", ["before", "on_use"])
 def test_no_row_number_is_left_out(what: str) -> None:
     for last in (0, 1, changes.SMALL - 1, changes.SMALL, 2 * changes.SMALL + 2):
         made = begun()
         for row in range(last + 1):
-            getattr(made, what)(np.array([row, -1] if what == "used" else [row]))
+            getattr(made, what)(np.array([row, -1] if what == "on_use" else [row]))
         found = made.cut(2)
         assert rows_of(found.rows if what == "before" else found.used) == list(range(last + 1))
 
@@ -50,7 +50,7 @@ def check_changes(seed: int) -> None:
             made.before(np.array(some))
             rows |= set(some)
         else:
-            made.used(np.array([*some, -1]))
+            made.on_use(np.array([*some, -1]))
             used |= set(some)
         if chosen.random() < 0.2:
             checkpoint += 1

@@ -96,7 +96,7 @@ def read(copy: RowsCopy, training: Training) -> State:
     while copy.find_free(3):
         some()
     some()
-    wanted = copy.wanted()
+    wanted = copy.rows_to_copy()
     rows, uses = dict[int, bytes](), list[tuple[int, int]]()
     for at in range(0, wanted.size, 7):
         some()
@@ -173,7 +173,7 @@ def test_what_a_cut_takes_does_not_grow_with_the_table() -> None:
     copy = RowsCopy(store)
     store._rows, store._keys, store._free, store._use._links = hidden
     assert not copy.find_free(1 << 10)
-    assert copy.wanted().size == len(store)
+    assert copy.rows_to_copy().size == len(store)
     copy.close()
 
 

@@ -472,7 +472,7 @@ def test_room_that_is_held_is_for_the_push_that_it_is_held_for() -> None:
     room = store.rows_max - most
     new = np.arange(-room, 0)
     store.take(new, 0, DRAFT)
-    store.held = store.drafted
+    store.reserved_rows = store.drafted
     with pytest.raises(TableFull):
         store.take(keys_of([1 << 40]), 0, PUT)
     assert store.take(new, 0, PUSH).created == room
