@@ -146,7 +146,7 @@ class _UnderWay:
     """By server, as it has told last."""
 
 
-class _Asked(NamedTuple):
+class _Call(NamedTuple):
     """A call for a checkpoint.
 
     Attributes:
@@ -201,9 +201,9 @@ class Checkpointing:
         self._clock = self._at_clock = 0
         """The clock of the slowest worker, as told last, and then."""
         self._retry_at: float | None = None
-        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._calls: dict[tuple[int, int], _Call] = {}
         """By connection and call."""
-        self._seen: FilesFailed | ServersSeen | None = None
+        self._last_event: FilesFailed | ServersSeen | None = None
         """Whether the servers see the folder; None: that is not known yet."""
         self._looks = False
 
@@ -222,9 +222,9 @@ class Checkpointing:
             self._limit(under_way, now)
             return
         if self._since is None:
-            if self._asked and not self._looks and ready():  # before any client has joined
+            if self._calls and not self._looks and ready():  # before any client has joined
                 self._look_for_servers()
-            if not (isinstance(self._seen, ServersSeen) and ready()):
+            if not (isinstance(self._last_event, ServersSeen) and ready()):
                 return
             self._since, self._at_clock = now, self._clock
         if self._due(now, self._since):
@@ -233,7 +233,7 @@ class Checkpointing:
     def _due(self, now: float, since: float) -> bool:
         plan = self._plan
         return (
-            any(each.number > self._number for each in self._asked.values())
+            any(each.number > self._number for each in self._calls.values())
             or (self._retry_at is not None and self._retry_at <= now)
             or (plan.every_s > 0 and now - since >= plan.every_s)
             or (plan.every_steps > 0 and self._clock - self._at_clock >= plan.every_steps)
@@ -248,7 +248,7 @@ class Checkpointing:
         self._tell_all(self._notice(self._under_way, now))
 
     def _notice(self, under_way: _UnderWay, now: float) -> BeginCheckpoint:
-        flush_by = min((each.flush_by for each in self._asked.values()), default=inf)
+        flush_by = min((each.flush_by for each in self._calls.values()), default=inf)
         return BeginCheckpoint(under_way.number, under_way.full, max(0.0, flush_by - now))
 
     def _lacks_base(self) -> bool:
@@ -286,17 +286,17 @@ class Checkpointing:
             CheckpointError: it failed, or a server does not see the folder.
         """
         key = connection, message.call
-        if isinstance(self._seen, FilesFailed):
-            self._asked.pop(key, None)
-            raise CheckpointError(self._seen.failed, fix=self._seen.fix)
-        if key not in self._asked:
-            self._asked[key] = _Asked(self._number + 1, now + message.wait_s / 2)
+        if isinstance(self._last_event, FilesFailed):
+            self._calls.pop(key, None)
+            raise CheckpointError(self._last_event.failed, fix=self._last_event.fix)
+        if key not in self._calls:
+            self._calls[key] = _Call(self._number + 1, now + message.wait_s / 2)
             if self._under_way is not None and self._under_way.stage is _Stage.CUTTING:
                 self.notices.append((LEAD, self._notice(self._under_way, now)))
-        number = self._asked[key].number
+        number = self._calls[key].number
         if self._over is None or self._over.checkpoint < number:
             return None
-        del self._asked[key]
+        del self._calls[key]
         if not self._over.committed:
             failed, fix = self._failed
             raise CheckpointError(failed, fix=fix)
@@ -312,7 +312,7 @@ class Checkpointing:
 
     def asked_too_long(self, connection: int, message: AskCheckpoint) -> CheckpointError:
         """Why a call is refused that has waited for as long as it may."""
-        self._asked.pop((connection, message.call), None)
+        self._calls.pop((connection, message.call), None)
         under_way = self._under_way
         none = "no block is defined, or a server is missing"
         why = under_way.stage.value if under_way is not None else none
@@ -322,10 +322,10 @@ class Checkpointing:
             fix=f"wait longer, or {LOOK_AT_SERVERS}",
         )
 
-    def lost(self, connection: int) -> None:
+    def on_disconnect(self, connection: int) -> None:
         """A connection has ended: its calls are not answered."""
-        for key in [each for each in self._asked if each[0] == connection]:
-            del self._asked[key]
+        for key in [each for each in self._calls if each[0] == connection]:
+            del self._calls[key]
 
     def report(self, now: float) -> CheckpointReport:
         """How checkpoints stand."""
@@ -341,9 +341,9 @@ class Checkpointing:
             CheckpointError: one of them does not.
         """
         self._look_for_servers()
-        if isinstance(self._seen, FilesFailed):
-            raise CheckpointError(self._seen.failed, fix=self._seen.fix)
-        return self._seen is not None
+        if isinstance(self._last_event, FilesFailed):
+            raise CheckpointError(self._last_event.failed, fix=self._last_event.fix)
+        return self._last_event is not None
 
     def _look_for_servers(self) -> None:
         if not self._looks:
@@ -383,7 +383,7 @@ class Checkpointing:
         if len(under_way.parts) == self._servers:
             self._commit(under_way)
 
-    def heard(self, beat: ServerBeat, beats: Iterable[ServerBeat], now: float) -> None:
+    def on_beat(self, beat: ServerBeat, beats: Iterable[ServerBeat], now: float) -> None:
         """A server's heartbeat: it may have written more; the clocks are told by the last ones of
         all."""
         if self._plan.every_steps and beat.shard == LEAD:  # once in each round of them
@@ -430,9 +430,9 @@ class Checkpointing:
                 self._path = event.path
                 self._committed(under_way, event.nbytes, now)
             case ServersSeen():
-                self._seen = event
+                self._last_event = event
             case FilesFailed(checkpoint=0):
-                self._seen = event
+                self._last_event = event
             case FilesFailed():
                 if self._under_way is not None and self._under_way.number == event.checkpoint:
                     self._fail(event.failed, now, event.fix)

@@ -72,8 +72,8 @@ class ClusterState:
 
     def tables(self) -> frozenset[int]:
         """The numbers of all tables that are defined."""
-        found = self.directory.find(None) or ()
-        return frozenset(spec.block for spec in found if spec.table is not None)
+        specs = self.directory.find(None) or ()
+        return frozenset(spec.block for spec in specs if spec.table is not None)
 
     def begin(self) -> None:
         """A cut for a checkpoint is about to be asked for."""

@@ -222,7 +222,7 @@ class Coordination:
         self._record_bytes = 0
         self._records_max = config.limits.log_records_max * max(1, config.workers)
         self._page_bytes_max = min(STATUS_BYTES_MAX, config.limits.header_bytes_max // 4)
-        self._sent = SentByRank()
+        self._sent_gradients = SentByRank()
         self._speeds = OwnSpeeds()
         self._usage = UsageByRank()
         self._first_record = 0
@@ -244,7 +244,7 @@ class Coordination:
             case Noticed():
                 self._noticed(event.connection, event.message)
             case ConnectionLost():
-                self._lost(event.connection, reset=event.reset)
+                self._on_disconnect(event.connection, reset=event.reset)
             case TimePassed():
                 self._give_up_absent()
                 for rank in self.membership.silent_workers(now, self.config.deadlines.stall_s):
@@ -345,8 +345,8 @@ class Coordination:
             case Defined():
                 self.directory.defined(message.block, message.attempt)
             case Lookup():
-                found = self.directory.find(message.names)
-                return None if found is None else Found(message.call, found)
+                specs = self.directory.find(message.names)
+                return None if specs is None else Found(message.call, specs)
             case Lease():
                 return self._lease(party, message)
             case AllReduce():
@@ -456,7 +456,7 @@ class Coordination:
                 "defined",
                 fix="define it first, or correct the name",
             )
-        self._speeds.heard(member.rank, member.client, message)
+        self._speeds.on_report(member.rank, member.client, message)
         return Fastest(message.call, self._speeds.fastest(message.group, self._living()))
 
     def _worker_of(self, party: Party, what: str) -> Member:
@@ -519,9 +519,9 @@ class Coordination:
                 if self.membership.complete:
                     self.leases.reported(beats)
                 if self.checkpoints is not None:
-                    self.checkpoints.heard(message, beats, self._now)
+                    self.checkpoints.on_beat(message, beats, self._now)
         elif isinstance(message, WorkerBeat):
-            self._heard(party)
+            self._note_alive(party)
             self._log(party, message)
         elif self.checkpoints is not None and party.shard is not None:
             if isinstance(message, CutTaken):
@@ -532,10 +532,10 @@ class Coordination:
     def _log(self, party: Party, message: WorkerBeat) -> None:
         """Keep what a client has logged, sent and used, and count what it has dropped."""
         if message.usage is not None and party.rank != NO_RANK:
-            self._usage.heard(party.rank, party.client, message.usage)
+            self._usage.on_report(party.rank, party.client, message.usage)
         if message.sent and party.rank != NO_RANK:
-            known = [each for each in message.sent if self.directory.has_group(each.group)]
-            self._sent.heard(party.rank, party.client, known)
+            reported = [each for each in message.sent if self.directory.has_group(each.group)]
+            self._sent_gradients.on_report(party.rank, party.client, reported)
         dropped = max(message.first_record - party.logged, 0)
         self._lost_records = min(self._lost_records + dropped, LOST_RECORDS_MAX)
         party.logged = max(message.first_record, party.logged) + len(message.records)
@@ -551,7 +551,7 @@ class Coordination:
             self._record_bytes -= self._records.popleft()[0]
             self._first_record += 1
 
-    def _heard(self, party: Party) -> None:
+    def _note_alive(self, party: Party) -> None:
         member = self.membership.members.get(party.rank)
         if member is not None and member.client == party.client:
             self.membership.heard_worker(party.rank, self._now)
@@ -571,27 +571,27 @@ class Coordination:
                 applied="unknown",
                 fix="start that cluster again; give each cluster a token of its own",
             )
-        party = self._known(message)
+        party = self._party_of(message)
         for number, each in list(self._parties.items()):
             if each is party:  # its end was not noticed here
                 self._parties[number] = Party()
                 self._waiting = [w for w in self._waiting if w.connection != number]
         self._absent = [each for each in self._absent if each.party is not party]
         self._parties[connection] = party
-        self._heard(party)
+        self._note_alive(party)
         if party.shard is not None:
             self.membership.heard_server(self.membership.servers[party.shard].beat, self._now)
             self._decided.members = self.membership.snapshot()
             if self.checkpoints is not None:
                 self.checkpoints.repeat_notice(party.shard, self._now)
 
-    def _known(self, message: Reconnect) -> Party:
+    def _party_of(self, message: Reconnect) -> Party:
         """The party that reconnects, if it is still waited for."""
         parties = [*self._parties.values(), *(each.party for each in self._absent)]
         if message.shard >= 0:
             entry = self.membership.servers.get(message.shard)
-            told = (message.pid, message.addresses)
-            same = entry is not None and not entry.lost and (entry.pid, entry.addresses) == told
+            identity = (message.pid, message.addresses)
+            same = entry is not None and not entry.lost and (entry.pid, entry.addresses) == identity
             for party in parties:
                 if same and party.shard == message.shard:
                     return party
@@ -637,16 +637,16 @@ class Coordination:
 
     def _no_listener(self, shard: int) -> None:
         """A server that has not come again has ended. One that has is another connection's."""
-        left = [each for each in self._absent if each.party.shard != shard]
-        if len(left) < len(self._absent):
-            self._absent = left
+        others = [each for each in self._absent if each.party.shard != shard]
+        if len(others) < len(self._absent):
+            self._absent = others
             self._server_lost(shard)
 
-    def _lost(self, connection: int, *, reset: bool) -> None:
+    def _on_disconnect(self, connection: int, *, reset: bool) -> None:
         self._waiting = [w for w in self._waiting if w.connection != connection]
         party = self._parties.pop(connection, None)
         if self.checkpoints is not None:
-            self.checkpoints.lost(connection)
+            self.checkpoints.on_disconnect(connection)
         if party is None:
             return
         if reset and (party.shard is not None or party.client):
@@ -692,7 +692,7 @@ class Coordination:
             self._open_collective(),
             self.config.servers,
             self.checkpoints.report(self._now) if self.checkpoints is not None else None,
-            self._sent.report(),
+            self._sent_gradients.report(),
             self._speeds.report(self._living()),
             self._usage.report(self._living()),
         )
@@ -772,11 +772,11 @@ class Coordination:
             failed += f"; the connection to those of shards {absent} is lost" if absent else ""
             return ConnectTimeout(failed, fix="start the missing servers, or look at their output")
         if isinstance(message, Lookup):
-            known = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}
-            names = [name for name in message.names or () if name not in known]
+            defined = {p.name for spec in self.directory.find(None) or () for p in spec.pieces}
+            names = [name for name in message.names or () if name not in defined]
             return UnknownName(
                 f"no parameter is named {', '.join(map(repr, names[:5]))}; "
-                f"defined: {', '.join(sorted(known)[:10]) or 'nothing yet'}",
+                f"defined: {', '.join(sorted(defined)[:10]) or 'nothing yet'}",
                 fix="define it first, or correct the name",
             )
         names = [piece.name for piece in message.pieces[:3]]

@@ -105,7 +105,7 @@ class Holder:
 
 
 @dataclass
-class Tally:
+class SampleCounts:
     """What has become of a loader's samples, by rank."""
 
     given: dict[int, int] = field(default_factory=dict)
@@ -128,36 +128,36 @@ class Marks:
     """How much of each client's leased samples is in a cut: what each shard says.
 
     Args:
-        told: by shard, (client, lease, samples).
-        begun: the same with calls that are not over in the cut, of clients that have some.
+        by_shard: by shard, (client, lease, samples).
+        unfinished: the same with calls that are not over in the cut, of clients that have some.
     """
 
     def __init__(
         self,
-        told: Sequence[Iterable[tuple[int, int, int]]],
-        begun: Sequence[Iterable[tuple[int, int, int]]] = (),
+        by_shard: Sequence[Iterable[tuple[int, int, int]]],
+        unfinished: Sequence[Iterable[tuple[int, int, int]]] = (),
     ) -> None:
-        self._told = [_by_client(shard) for shard in told]
-        self._begun = _by_client(mark for shard in begun for mark in shard)
+        self._by_shard = [_by_client(shard) for shard in by_shard]
+        self._begun = _by_client(mark for shard in unfinished for mark in shard)
 
     def lowest(self, client: int) -> Mark:
         """What all shards have of a client."""
-        return min((each.get(client, NO_MARK) for each in self._told), default=NO_MARK)
+        return min((each.get(client, NO_MARK) for each in self._by_shard), default=NO_MARK)
 
     def highest(self, client: int) -> Mark:
         """What some shard has of it."""
-        return max((each.get(client, NO_MARK) for each in self._told), default=NO_MARK)
+        return max((each.get(client, NO_MARK) for each in self._by_shard), default=NO_MARK)
 
     def begun(self, client: int) -> Mark:
         """What all have, with the call that is not over."""
         return max(self.lowest(client), self._begun.get(client, NO_MARK))
 
 
-def _by_client(told: Iterable[tuple[int, int, int]]) -> dict[int, Mark]:
-    found: dict[int, Mark] = {}
-    for client, *mark in told:
-        found[client] = max(found.get(client, NO_MARK), (mark[0], mark[1]))
-    return found
+def _by_client(marks: Iterable[tuple[int, int, int]]) -> dict[int, Mark]:
+    by_client: dict[int, Mark] = {}
+    for client, *mark in marks:
+        by_client[client] = max(by_client.get(client, NO_MARK), (mark[0], mark[1]))
+    return by_client
 
 
 class TurnRecord(Struct, frozen=True):
@@ -213,7 +213,7 @@ class Past:
         """By turn: of clients that have finished them, or ended."""
         self.turns: defaultdict[_Loader, dict[int, Leases]] = defaultdict(dict)
         """That have ended, by loader."""
-        self.tallies: dict[_Loader, Tally] = {}
+        self.tallies: dict[_Loader, SampleCounts] = {}
         """As they were when it began; that of a later loader was empty."""
 
 
@@ -223,7 +223,7 @@ def _samples(span: Span) -> int:
 
 def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
     """The positions of the first that are in none of the others."""
-    left = []
+    remaining = []
     ahead = deque(sorted(done))
     for epoch, start, stop in sorted(spans):
         while ahead and (ahead[0].epoch, ahead[0].stop) <= (epoch, start):
@@ -233,22 +233,22 @@ def without(spans: Iterable[Span], done: Iterable[Span]) -> list[Span]:
             if (each.epoch, each.start) >= (epoch, stop):
                 break
             if at < each.start:
-                left.append(Span(epoch, at, each.start))
+                remaining.append(Span(epoch, at, each.start))
             at = max(at, each.stop)
         if at < stop:
-            left.append(Span(epoch, at, stop))
-    return left
+            remaining.append(Span(epoch, at, stop))
+    return remaining
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
     """Spans without common positions in their order, neighbours as one."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for each in sorted(spans):
-        if found and found[-1].epoch == each.epoch and found[-1].stop == each.start:
-            found[-1] = found[-1]._replace(stop=each.stop)
+        if merged and merged[-1].epoch == each.epoch and merged[-1].stop == each.start:
+            merged[-1] = merged[-1]._replace(stop=each.stop)
         else:
-            found.append(each)
-    return found
+            merged.append(each)
+    return merged
 
 
 def _uses(holdings: Collection[Holding], marks_of: Callable[[int], Mark]) -> list[tuple[int, Span]]:
@@ -275,7 +275,7 @@ class Leases:
     """
 
     def __init__(
-        self, plan: LeasePlan, samples: int, first_epoch: int, tally: Tally, past: Past
+        self, plan: LeasePlan, samples: int, first_epoch: int, tally: SampleCounts, past: Past
     ) -> None:
         self.plan = plan
         self.over = False
@@ -291,7 +291,7 @@ class Leases:
         """What was given back, in order."""
         self._begun: dict[int, list[Span]] = {}
         """By rank, what it is to do first, in one call: it had begun that when this was saved."""
-        self._kept: dict[int, deque[Span]] = {}
+        self._reserved: dict[int, deque[Span]] = {}
         """What of that is still to be given out."""
 
     def take(
@@ -310,8 +310,8 @@ class Leases:
         if last is not None and last.lease > message.seen:
             return structs.replace(last, call=message.call)
         self._free_kept(speeds)
-        if rank in self._kept:
-            given, batch = self._take_kept(rank)
+        if rank in self._reserved:
+            span_taken, batch = self._take_reserved(rank)
         else:
             span = self._next_span()
             if span is None:
@@ -322,30 +322,30 @@ class Leases:
             batch = batch_sizes(plan.batch * len(every), every, plan.low, plan.high)[mine]
             unit = batch * plan.batches_per_step
             few = FIRST_STEPS_MAX if message.speed == 0 else STEPS_MAX
-            left = self._left_in(span.epoch)
-            steps = min(max(math.ceil(left * shares(every)[mine] / unit), 1), few)
-            given = Span(span.epoch, span.start, min(span.start + steps * unit, span.stop))
-            self._remove(given)
-        grant = Grant(number, given)
+            remaining = self._left_in(span.epoch)
+            steps = min(max(math.ceil(remaining * shares(every)[mine] / unit), 1), few)
+            span_taken = Span(span.epoch, span.start, min(span.start + steps * unit, span.stop))
+            self._remove(span_taken)
+        grant = Grant(number, span_taken)
         holder.grants.append(grant)
         holder.idle = False
-        holder.last = Leased(message.call, number, *given, batch)
+        holder.last = Leased(message.call, number, *span_taken, batch)
         self._tally.given[rank] = self._tally.given.get(rank, 0) + grant.samples
         return holder.last
 
-    def _take_kept(self, rank: int) -> tuple[Span, int]:
+    def _take_reserved(self, rank: int) -> tuple[Span, int]:
         """What a rank had begun, and the batch that makes one call of it."""
-        kept, whole = self._kept[rank], sum(map(_samples, self._begun[rank]))
-        given = kept.popleft()
-        if not kept:
-            del self._kept[rank]
-        return given, -(-whole // self.plan.batches_per_step)
+        reserved, whole = self._reserved[rank], sum(map(_samples, self._begun[rank]))
+        first = reserved.popleft()
+        if not reserved:
+            del self._reserved[rank]
+        return first, -(-whole // self.plan.batches_per_step)
 
     def _free_kept(self, ranks: Collection[int]) -> None:
         """What ranks had begun that are not among these is any rank's."""
-        for rank in [each for each in self._kept if each not in ranks]:
+        for rank in [each for each in self._reserved if each not in ranks]:
             del self._begun[rank]
-            for span in self._kept.pop(rank):
+            for span in self._reserved.pop(rank):
                 self._put(span)
 
     def finished(self, client: int, mark: Mark) -> None:
@@ -370,16 +370,16 @@ class Leases:
         if holder is None:
             return
         holder.last = None
-        kept: deque[Grant] = deque()
+        remaining: deque[Grant] = deque()
         for grant in holder.grants:
             end = max(grant.done, grant.reached(mark, own=True))
             self._put(grant.part(end, grant.samples))
             grant.span, grant.final = grant.part(0, end), True
             if grant.done < end:
-                kept.append(grant)
+                remaining.append(grant)
             else:
                 self._let_go(client, holder, grant)
-        holder.grants = kept
+        holder.grants = remaining
 
     def release(self, client: int, highest: Mark) -> None:
         """A client has ended, and `finished` has had its mark: what is beyond goes back.
@@ -393,7 +393,7 @@ class Leases:
             self._let_go(client, holder, grant)
             self._tally.repeated += max(grant.reached(highest, own) - grant.done, 0)
             if grant.span in self._begun.get(holder.rank, ()) and not grant.done:
-                self._kept.setdefault(holder.rank, deque()).append(grant.span)
+                self._reserved.setdefault(holder.rank, deque()).append(grant.span)
             else:
                 self._put(grant.part(grant.done, grant.samples))
 
@@ -416,16 +416,18 @@ class Leases:
             for marks_of in (marks.lowest, marks.highest, marks.begun)
         )
         done = [span for _, span in low]
-        free = [*self._back, *(span for spans in self._kept.values() for span in spans)]
+        free = [*self._back, *(span for spans in self._reserved.values() for span in spans)]
         free += [grant.part(grant.before, grant.done) for _, _, grant in past]
         free += [grant.part(grant.before, grant.samples) for _, _, grant in present]
         back = joined(without(free, done))
         more = {*calls} - {*low}
-        begun = {(rank, *each) for rank, span in more for each in without([span], done)}
+        unfinished = {(rank, *each) for rank, span in more for each in without([span], done)}
         # What was begun at an earlier cut, and is still to be done.
-        begun |= {(r, *s) for r in self._begun for s in self._begun[r] if not without([s], back)}
+        unfinished |= {
+            (r, *s) for r in self._begun for s in self._begun[r] if not without([s], back)
+        }
         place = self._fresh, self._epoch, self._position
-        record = TurnRecord(number, *place, tuple(back), tuple(sorted(begun)))
+        record = TurnRecord(number, *place, tuple(back), tuple(sorted(unfinished)))
         return record, low, sum(_samples(span) for _, span in high) - sum(map(_samples, done))
 
     def go_on_from(self, record: TurnRecord) -> None:
@@ -433,9 +435,9 @@ class Leases:
         self._fresh, self._epoch, self._position = record.fresh, record.epoch, record.position
         for rank, *span in record.begun:
             self._begun.setdefault(rank, []).append(Span(*span))
-        self._kept = {rank: deque(spans) for rank, spans in self._begun.items()}
-        begun = [span for spans in self._begun.values() for span in spans]
-        self._back = joined(without(map(Span._make, record.back), begun))
+        self._reserved = {rank: deque(spans) for rank, spans in self._begun.items()}
+        unfinished = [span for spans in self._begun.values() for span in spans]
+        self._back = joined(without(map(Span._make, record.back), unfinished))
 
     def go_on_with(self, plan: LeasePlan, more: int) -> None:
         """By this plan from now on, and with so many more samples."""
@@ -448,7 +450,7 @@ class Leases:
 
     def _nothing_to_come(self) -> bool:
         """Whether all holders wait for more samples, as this one does."""
-        return not self._kept and all(
+        return not self._reserved and all(
             not holder.grants or (holder.idle and holder.ended is None)
             for holder in self.holders.values()
         )
@@ -469,14 +471,14 @@ class Leases:
         spans = [span for span in (*self._back, self._fresh_span()) if span is not None]
         return sum(span.stop - span.start for span in spans if span.epoch == epoch)
 
-    def _remove(self, given: Span) -> None:
+    def _remove(self, span: Span) -> None:
         """Take the beginning of `_next_span()` away."""
         if self._back:
             epoch, _, stop = self._back.pop(0)
-            self._put(Span(epoch, given.stop, stop))
+            self._put(Span(epoch, span.stop, stop))
             return
-        self._fresh -= given.stop - given.start
-        self._position = given.stop
+        self._fresh -= span.stop - span.start
+        self._position = span.stop
         if self._position == self.plan.size:
             self._epoch, self._position = self._epoch + 1, 0
 
@@ -499,26 +501,28 @@ class _Loader:
         self.speeds: dict[int, float] = {}
         self.of_before = False
         """Whether the plan is that of a checkpoint, and no rank has come with its own since."""
-        self.tally = Tally()
+        self.tally = SampleCounts()
         self._past = past
 
     @classmethod
     def restored(cls, record: LoaderRecord, past: Past) -> _Loader:
         """A loader as it was saved."""
-        made = cls(record.plan, 1, past)
-        made.samples, made.first, made.over = record.samples, record.first, set(record.over)
-        made.of_before = True
-        made.tally = Tally(
+        loader = cls(record.plan, 1, past)
+        loader.samples, loader.first, loader.over = record.samples, record.first, set(record.over)
+        loader.of_before = True
+        loader.tally = SampleCounts(
             dict(record.given), dict(record.finished), record.repeated, record.left_over
         )
         for each in record.turns:
-            turn = made.turns[each.number] = Leases(made.plan, made.samples, 0, made.tally, past)
+            turn = loader.turns[each.number] = Leases(
+                loader.plan, loader.samples, 0, loader.tally, past
+            )
             turn.go_on_from(each)
-        return made
+        return loader
 
     def record(self, name: str, marks: Marks) -> LoaderRecord:
         """This loader as of a cut with these marks of clients."""
-        before, ended = self._past.tallies.get(self, Tally()), self._past.turns.get(self, {})
+        before, ended = self._past.tallies.get(self, SampleCounts()), self._past.turns.get(self, {})
         finished, repeated, turns = dict(before.finished), before.repeated, []
         for number, turn in sorted({**ended, **self.turns}.items()):
             record, uses, some = turn.record(number, marks)
@@ -543,11 +547,11 @@ class _Loader:
     def go_on_with(self, plan: LeasePlan, workers: int) -> None:
         """Take over the plan of a run that goes on, where it shares out the same order: other
         batches, or more samples of an only turn. Any other one changes nothing."""
-        known, self.of_before = self.plan, False
+        old_plan, self.of_before = self.plan, False
         samples = type(self)(plan, workers, self._past).samples
         more, size = samples - self.samples, plan.size
         turns = {*self.turns, *self.over, *range(self.first)}
-        same_order = (known.size, known.order) == (size, plan.order)
+        same_order = (old_plan.size, old_plan.order) == (size, plan.order)
         if not same_order or more < 0 or (more and not turns <= {0}):
             return
         if more and self.first:  # the only turn was over
@@ -604,11 +608,11 @@ class LeaseBook:
     @classmethod
     def restored(cls, record: LeasesRecord) -> LeaseBook:
         """A book as it was saved: nothing is leased."""
-        made = cls()
-        made._next = record.next
-        made._loaders = {each.name: _Loader.restored(each, made._past) for each in record.loaders}
-        made._saved = frozenset(made._loaders)
-        return made
+        book = cls()
+        book._next = record.next
+        book._loaders = {each.name: _Loader.restored(each, book._past) for each in record.loaders}
+        book._saved = frozenset(book._loaders)
+        return book
 
     def keep_past(self, on: bool = True) -> None:
         """A checkpoint begins, whose cut is to come; or one is over."""
@@ -678,32 +682,32 @@ class LeaseBook:
                 fix="go on with the loaders and the number of workers of before; or begin anew in "
                 "another folder, with load_state= for the values",
             )
-        known = self._loaders.get(name)
-        if known is None:
+        loader = self._loaders.get(name)
+        if loader is None:
             if len(self._loaders) >= LOADERS_MAX:
                 raise Overloaded(
                     f"rank {rank} began loader {name!r}, and {LOADERS_MAX} others are known",
                     fix="make the loader once, and iterate over it again",
                 )
-            known = self._loaders[name] = _Loader(plan, workers, self._past)
-        if known.of_before:
-            known.go_on_with(plan, workers)
-        if known.plan.size != plan.size:
+            loader = self._loaders[name] = _Loader(plan, workers, self._past)
+        if loader.of_before:
+            loader.go_on_with(plan, workers)
+        if loader.plan.size != plan.size:
             raise ParamServeError(
                 f"rank {rank} came with {plan.size} samples for loader {name!r}, and a rank before "
-                f"it with {known.plan.size}",
+                f"it with {loader.plan.size}",
                 fix="give worker.loader and worker.sampler the same dataset on all ranks, and make "
                 "them in the same order; where each rank has a part of its own, give "
                 'worker.loader(..., shards="own")',
             )
-        if known.plan != plan:
+        if loader.plan != plan:
             raise ParamServeError(
                 f"rank {rank} came with another plan for loader {name!r} than a rank before: "
-                f"{_described(plan)}; known: {_described(known.plan)}",
+                f"{_described(plan)}; known: {_described(loader.plan)}",
                 fix="give worker.loader and worker.sampler the same arguments, and make them in "
                 "the same order, on all ranks",
             )
-        return known
+        return loader
 
     def holders(self, message: Lease) -> tuple[tuple[int, int], ...]:
         """(rank, samples) of the holders of what is not finished in the turn asked about."""
@@ -739,12 +743,12 @@ class LeaseBook:
             beats: the newest one of every shard.
         """
         marks = Marks([(mark for group in beat.groups for mark in group.marks) for beat in beats])
-        held = {client for beat in beats for group in beat.groups for _, client in group.held}
+        waiting = {client for beat in beats for group in beat.groups for _, client in group.held}
         members = min(beat.members for beat in beats)
         for turn in self._turns():
             for client, holder in list(turn.holders.items()):
                 turn.finished(client, marks.lowest(client))
-                if holder.ended is not None and holder.ended <= members and client not in held:
+                if holder.ended is not None and holder.ended <= members and client not in waiting:
                     turn.release(client, marks.highest(client))
 
     def reports(self) -> tuple[LeaseReport, ...]:
@@ -781,5 +785,5 @@ def check_plan(message: Lease) -> None:
 
 
 def _described(plan: LeasePlan) -> str:
-    given: Mapping[str, int] = structs.asdict(plan)
-    return ", ".join(f"{name}={value}" for name, value in given.items())
+    options: Mapping[str, int] = structs.asdict(plan)
+    return ", ".join(f"{name}={value}" for name, value in options.items())

@@ -60,7 +60,7 @@ class Membership:
         """Of the membership: grows with every change."""
         self.members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
         self.servers: dict[int, ServerEntry] = {}
-        self._heard: dict[int, float] = {}
+        self._last_beats: dict[int, float] = {}
         """By rank."""
         self._restarting: dict[int, float] = {}
         """Since when, by rank."""
@@ -121,9 +121,9 @@ class Membership:
         Raises:
             ParamServeError: all are given out, or one's server was lost. Nothing was changed.
         """
-        taken = self._enlisted.union(self.servers)
+        used = self._enlisted.union(self.servers)
         for shard in range(self.expected_servers):
-            if shard not in taken:
+            if shard not in used:
                 self._enlisted.add(shard)
                 return shard
         for shard, entry in sorted(self.servers.items()):
@@ -157,11 +157,11 @@ class Membership:
         Raises:
             ParamServeError: the cluster has no such shard, or has given it to another server.
         """
-        taken = (self._enlisted - {enlisted}).union(self.servers)
-        if not 0 <= call.shard < self.expected_servers or call.shard in taken:
+        used = (self._enlisted - {enlisted}).union(self.servers)
+        if not 0 <= call.shard < self.expected_servers or call.shard in used:
             raise ParamServeError(
                 f"a server registered as shard {call.shard}; the cluster has "
-                f"{self.expected_servers} shards, taken: {sorted(taken)}",
+                f"{self.expected_servers} shards, taken: {sorted(used)}",
                 fix="start each shard once",
             )
         beat = ServerBeat(call.shard, ())
@@ -206,16 +206,16 @@ class Membership:
             )
         member = self.members.get(call.rank, Member(call.rank, 0, 0, EXPECTED))
         if member.state in (LIVE, RETIRING):
-            silent_s = now - self._heard[call.rank]
-            asked = ", which is asked to end," if member.state == RETIRING else ""
+            silent_s = now - self._last_beats[call.rank]
+            note = ", which is asked to end," if member.state == RETIRING else ""
             raise RankTaken(
-                f"rank {call.rank} is taken by a live worker{asked} (client {member.client}, "
+                f"rank {call.rank} is taken by a live worker{note} (client {member.client}, "
                 f"incarnation {member.incarnation}), heard of {silent_s:.1f} s ago",
                 fix="give each worker its own rank; to replace that worker, end its process first",
             )
         self._next_client += 1
         incarnation = member.incarnation + 1
-        self._heard[call.rank] = now
+        self._last_beats[call.rank] = now
         if call.rank not in self.members or member.state in (LEFT, DEAD):
             self.came_later.add(client)
         self._change(Member(call.rank, client, incarnation, LIVE))
@@ -289,7 +289,7 @@ class Membership:
         return [r for r, since in sorted(self._restarting.items()) if now - since >= restart_s]
 
     def heard_worker(self, rank: int, now: float) -> None:
-        self._heard[rank] = now
+        self._last_beats[rank] = now
 
     def heard_server(self, beat: ServerBeat, now: float) -> None:
         entry = self.servers.get(beat.shard)
@@ -309,7 +309,7 @@ class Membership:
 
     def paused(self, seconds: float) -> None:
         """No process could be heard for so long: each was heard of, or left, that much later."""
-        for times in (self._heard, self._restarting):
+        for times in (self._last_beats, self._restarting):
             for rank in times:
                 times[rank] += seconds
         for entry in self.servers.values():
@@ -320,7 +320,7 @@ class Membership:
         return [
             rank
             for rank, member in sorted(self.members.items())
-            if member.state in (LIVE, RETIRING) and now - self._heard[rank] > stall_s
+            if member.state in (LIVE, RETIRING) and now - self._last_beats[rank] > stall_s
         ]
 
     def silent_servers(self, now: float, stall_s: float) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from paramserve.errors import ParamServeError
 from paramserve.messages import OwnSpeed, TellSpeed
 
 
-class _Told(NamedTuple):
+class _Report(NamedTuple):
     client: int
     speed: OwnSpeed
 
@@ -19,22 +19,22 @@ class OwnSpeeds:
     """What each worker told last. A rank's next incarnation replaces what the one before told."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, int], _Told] = {}
+        self._reports: dict[tuple[str, int], _Report] = {}
 
-    def heard(self, rank: int, client: int, told: TellSpeed) -> None:
+    def on_report(self, rank: int, client: int, report: TellSpeed) -> None:
         """A live worker tells its speed.
 
         Raises:
             ParamServeError: that is no speed; it comes from a peer. Nothing was changed.
         """
-        if not 0.0 < told.steps_per_s < math.inf or told.steps < 1:
+        if not 0.0 < report.steps_per_s < math.inf or report.steps < 1:
             raise ParamServeError(
-                f"rank {rank} told of {told.steps} own steps of group {told.group!r} at "
-                f"{told.steps_per_s} a second: both must be above 0 and finite",
+                f"rank {rank} told of {report.steps} own steps of group {report.group!r} at "
+                f"{report.steps_per_s} a second: both must be above 0 and finite",
                 fix="correct the clock of that worker's host",
             )
-        speed = OwnSpeed(told.group, told.steps_per_s, told.steps)
-        self._told[told.group, rank] = _Told(client, speed)
+        speed = OwnSpeed(report.group, report.steps_per_s, report.steps)
+        self._reports[report.group, rank] = _Report(client, speed)
 
     def fastest(self, group: str, living: Container[int]) -> float:
         """Steps a second of the fastest worker of a group, 0 if none has told.
@@ -44,7 +44,7 @@ class OwnSpeeds:
         """
         speeds = (
             each.speed.steps_per_s
-            for (name, _), each in self._told.items()
+            for (name, _), each in self._reports.items()
             if name == group and each.client in living
         )
         return max(speeds, default=0.0)
@@ -54,6 +54,6 @@ class OwnSpeeds:
         clients = frozenset(living)
         return tuple(
             (rank, each.speed)
-            for (_, rank), each in sorted(self._told.items())
+            for (_, rank), each in sorted(self._reports.items())
             if each.client in clients
         )

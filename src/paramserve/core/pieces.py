@@ -106,8 +106,8 @@ class Pieces:
 
     def are(self, active: Sequence[int]) -> bool:
         """Whether a push may name these: each at most once."""
-        known = not active or (min(active) >= 0 and max(active) < len(self._bounds))
-        return known and len(set(active)) == len(active)
+        in_range = not active or (min(active) >= 0 and max(active) < len(self._bounds))
+        return in_range and len(set(active)) == len(active)
 
     def ranges(self, active: Sequence[int]) -> list[Range]:
         """The elements of some pieces, neighbours together."""

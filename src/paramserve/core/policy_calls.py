@@ -48,8 +48,8 @@ def on_push(epoch: PolicyEpoch, push: Push, group: GroupView) -> OnPush:
             raise _wrong(epoch, "on_push", answer, "Apply, Buffer or Drop")
     if not all(_good(each) for each in numbers):
         raise _wrong(epoch, "on_push", answer, "numbers that are finite and not negative")
-    given: OnPush = answer
-    return given
+    decision: OnPush = answer
+    return decision
 
 
 def on_pull(epoch: PolicyEpoch, pull: Pull, group: GroupView) -> Admission:

@@ -16,7 +16,7 @@ Bytes = tuple[int, int, int, int]
 """Of gradients as sent and as they were, of values as they came and as they are."""
 
 
-class _Told(NamedTuple):
+class _Report(NamedTuple):
     """Of one rank and group: by which client, what that told last, and what the rank's clients
     before it told."""
 
@@ -25,42 +25,47 @@ class _Told(NamedTuple):
     before: Bytes
 
 
-def _bytes(told: SentGradients) -> Bytes:
-    return told.sent_bytes, told.plain_bytes, told.read_bytes, told.read_plain_bytes
+def _bytes(of: SentGradients) -> Bytes:
+    return (
+        of.sent_bytes,
+        of.plain_bytes,
+        of.read_bytes,
+        of.read_plain_bytes,
+    )
 
 
-def _sum(told: _Told) -> Bytes:
-    both = zip(told.before, _bytes(told.last), strict=True)
-    sent, plain, read, read_plain = (min(before + last, BYTES_MAX) for before, last in both)
-    return sent, plain, read, read_plain
+def _sum(report: _Report) -> Bytes:
+    both = zip(report.before, _bytes(report.last), strict=True)
+    sent_bytes, plain, read, read_plain = (min(before + last, BYTES_MAX) for before, last in both)
+    return sent_bytes, plain, read, read_plain
 
 
 class SentByRank:
     """Adds up what the incarnations of each rank tell."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, str], _Told] = {}
+        self._reports: dict[tuple[int, str], _Report] = {}
 
-    def heard(self, rank: int, client: int, told: Iterable[SentGradients]) -> None:
+    def on_report(self, rank: int, client: int, gradients: Iterable[SentGradients]) -> None:
         """A client of a rank tells what it has sent since it came. What cannot be is left out: it
         comes from a peer."""
-        for each in told:
+        for each in gradients:
             if not all(0 <= count <= BYTES_MAX for count in _bytes(each)):
                 continue
             if not 0.0 <= each.residual_norm < math.inf:
                 continue
             key = rank, each.group
-            known = self._told.get(key, _Told(client, each, (0, 0, 0, 0)))
-            if client < known.client:  # an incarnation that has ended
+            before_it = self._reports.get(key, _Report(client, each, (0, 0, 0, 0)))
+            if client < before_it.client:  # an incarnation that has ended
                 continue
-            before = _sum(known) if client > known.client else known.before
-            self._told[key] = _Told(client, each, before)
+            before = _sum(before_it) if client > before_it.client else before_it.before
+            self._reports[key] = _Report(client, each, before)
 
     def report(self) -> tuple[tuple[int, SentGradients], ...]:
         """By rank and group: the bytes of all incarnations, and the residual of the last one."""
-        found = []
-        for (rank, group), each in sorted(self._told.items()):
-            sent, plain, *read = _sum(each)
-            told = SentGradients(group, sent, plain, each.last.residual_norm, *read)
-            found.append((rank, told))
-        return tuple(found)
+        reports = []
+        for (rank, group), each in sorted(self._reports.items()):
+            sent_bytes, plain, *read = _sum(each)
+            total = SentGradients(group, sent_bytes, plain, each.last.residual_norm, *read)
+            reports.append((rank, total))
+        return tuple(reports)

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 def shares(speeds: Sequence[float]) -> list[float]:
     """Of the work, by speed; a speed of 0 is unknown and counts as the mean of the others."""
-    known = [speed for speed in speeds if speed]
-    mean = sum(known) / len(known) if known else 1.0
+    positive = [speed for speed in speeds if speed]
+    mean = sum(positive) / len(positive) if positive else 1.0
     weights = [speed or mean for speed in speeds]
     return [weight / sum(weights) for weight in weights]
 
@@ -27,12 +27,12 @@ def batch_sizes(total: int, speeds: Sequence[float], low: int, high: int) -> lis
     part = shares(speeds)
     while len(fixed) < len(part):
         free = [i for i in range(len(part)) if i not in fixed]
-        left = total - sum(fixed.values())
+        remaining = total - sum(fixed.values())
         whole = sum(part[i] for i in free)
-        wanted = {i: left * part[i] / whole for i in free}
-        clipped = {i: min(max(size, low), high) for i, size in wanted.items()}
-        breach = sum(clipped.values()) - sum(wanted.values())
-        broken = {i: size for i, size in clipped.items() if (size - wanted[i]) * breach > 0}
+        sizes = {i: remaining * part[i] / whole for i in free}
+        clipped = {i: min(max(size, low), high) for i, size in sizes.items()}
+        breach = sum(clipped.values()) - sum(sizes.values())
+        broken = {i: size for i, size in clipped.items() if (size - sizes[i]) * breach > 0}
         fixed |= broken if abs(breach) > 1e-9 * total and broken else clipped
     ends = [math.floor(sum(fixed[k] for k in range(i)) + 0.5) for i in range(len(part) + 1)]
     return [min(max(b - a, low), high) for a, b in pairwise(ends)]

@@ -306,7 +306,7 @@ def apply_parts(
 def _compensated(read: Mapping[int, Array], parts: list[Part], lam: float) -> list[Part]:
     """The gradients, corrected by what the values have changed since they were read."""
     compensate = compiled().compensate
-    found: list[Part] = []
+    corrected_parts: list[Part] = []
     for block, header, gradient in parts:
         before = read.get(block.spec.block)
         if before is not None and isinstance(block, ShardBlock) and block.size:
@@ -316,10 +316,10 @@ def _compensated(read: Mapping[int, Array], parts: list[Part], lam: float) -> li
             else:
                 block.widened(gradient)
             compensate(corrected, block.value, before, lam)
-            found.append((block, header, corrected))
+            corrected_parts.append((block, header, corrected))
         else:
-            found.append((block, header, gradient))
-    return found
+            corrected_parts.append((block, header, gradient))
+    return corrected_parts
 
 
 MOMENTA = ("momentum", "beta1", "betas.0")
@@ -336,17 +336,17 @@ def adapted(
     if not how.momentum_reduction and how.lr_scale == 1.0:
         return hyper, push
     assert block.rule is not None, "check() comes first"
-    names, chosen = block.rule.hyper_names, list(hyper if hyper is not None else block.hyper)
+    names, numbers = block.rule.hyper_names, list(hyper if hyper is not None else block.hyper)
     for name in MOMENTA:
         if how.momentum_reduction and name in names:
             at = names.index(name)
-            chosen[at] = chosen[at] and max(chosen[at] - how.momentum_reduction, MOMENTUM_MIN)
+            numbers[at] = numbers[at] and max(numbers[at] - how.momentum_reduction, MOMENTUM_MIN)
             break
     if "lr" in names:
-        chosen[names.index("lr")] *= how.lr_scale
+        numbers[names.index("lr")] *= how.lr_scale
     else:
         push = push._replace(scale=push.scale * how.lr_scale)
-    return tuple(chosen), push
+    return tuple(numbers), push
 
 
 def _buffer(state: GroupState, parts: list[Part], how: Buffer, clock: int) -> None:

@@ -88,16 +88,16 @@ class Guarded(Codec):
 
     def size(self, count: int) -> int:
         with self._guarded("size"):
-            said: Any = self.codec.size(count)
-            if not _counts(said) or said < min(count, 1):
-                raise ValueError(f"size({count}) returned {said!r}, and not how many bytes")
-            return int(said)
+            answer: Any = self.codec.size(count)
+            if not _counts(answer) or answer < min(count, 1):
+                raise ValueError(f"size({count}) returned {answer!r}, and not how many bytes")
+            return int(answer)
 
     def encode(self, values: Floats, out: Bytes, seed: int) -> int:
         with self._guarded("encode"):
-            given, into = values[:], out[:]
-            given.flags.writeable = False
-            wrote: Any = self.codec.encode(given, into, seed)
+            values_view, into = values[:], out[:]
+            values_view.flags.writeable = False
+            wrote: Any = self.codec.encode(values_view, into, seed)
             least = out.size if self.fixed else min(values.size, 1)
             if not (_counts(wrote) and least <= wrote <= out.size):
                 raise ValueError(f"encode returned {wrote!r}, and not {least} to {out.size} bytes")
@@ -105,11 +105,11 @@ class Guarded(Codec):
 
     def decode(self, data: Bytes, out: Floats) -> None:
         with self._guarded("decode"):
-            given, into = data[:], out[:]
-            given.flags.writeable = False
+            data_view, into = data[:], out[:]
+            data_view.flags.writeable = False
             into.fill(0.0)  # what the memory held before is decoded by none
             decode: Any = self.codec.decode  # what users write need not be typed
-            returned = decode(given, into)
+            returned = decode(data_view, into)
             if returned is not None:
                 raise TypeError(f"decode returned {type(returned).__name__}, not None")
             largest: Callable[[Floats], float] = compiled().largest

@@ -86,14 +86,14 @@ class Copies:
         for old, new in zip((self._value, *self._state), self._new, strict=True):
             for run in runs:
                 new[run.start : run.stop] = old[run.start : run.stop]
-        given = [new[:] for new in self._new]
+        views = [new[:] for new in self._new]
         pushed = self._pushed(rule, gradient, runs)
         apply: Any = rule.apply  # what users write need not be typed
-        returned = apply(given[0], pushed, tuple(given[1:]), hyper, runs, push, None)
+        returned = apply(views[0], pushed, tuple(views[1:]), hyper, runs, push, None)
         if returned is not None:
             raise TypeError(f"apply returned {type(returned).__name__}, not None")
         names = ("value", *rule.states(rule.hyper()))
-        for name, view, new in zip(names, given, self._new, strict=True):
+        for name, view, new in zip(names, views, self._new, strict=True):
             check_unchanged(rule.name, name, view, new.shape, new.dtype)
             if _finite(new, runs):
                 continue

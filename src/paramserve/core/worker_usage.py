@@ -15,24 +15,24 @@ class UsageByRank:
     """A rank's next incarnation replaces what the one before told."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[int, WorkerUsage]] = {}
+        self._reports: dict[int, tuple[int, WorkerUsage]] = {}
 
-    def heard(self, rank: int, client: int, usage: WorkerUsage) -> None:
+    def on_report(self, rank: int, client: int, usage: WorkerUsage) -> None:
         """A client of a rank tells. What cannot be is left out: it comes from a peer."""
         times = usage.seconds, usage.waited_s, usage.encoded_s
         if not all(0.0 <= each < math.inf for each in times):
             return
         if not (0.0 <= usage.looped <= 1.0 and 0 <= usage.memory_bytes <= BYTES_MAX):
             return
-        before = self._told.get(rank)
+        before = self._reports.get(rank)
         if before is None or client >= before[0]:
-            self._told[rank] = client, usage
+            self._reports[rank] = client, usage
 
     def report(self, living: Iterable[int]) -> tuple[tuple[int, WorkerUsage], ...]:
         """By rank, of the clients that live."""
         clients = frozenset(living)
         return tuple(
             (rank, usage)
-            for rank, (client, usage) in sorted(self._told.items())
+            for rank, (client, usage) in sorted(self._reports.items())
             if client in clients
         )

@@ -14,11 +14,11 @@ USED = WorkerUsage(10.0, 2.5, 0.5, 1 << 20, 0.25)
 
 def test_last_incarnation_of_a_rank_counts() -> None:
     told = UsageByRank()
-    told.heard(0, 7, USED)
-    told.heard(1, 8, USED)
+    told.on_report(0, 7, USED)
+    told.on_report(1, 8, USED)
     later = WorkerUsage(1.0, 0.5)
-    told.heard(0, 9, later)
-    told.heard(0, 7, USED)  # a heartbeat of the one before, that was on its way
+    told.on_report(0, 9, later)
+    told.on_report(0, 7, USED)  # a heartbeat of the one before, that was on its way
     assert told.report([7, 8, 9]) == ((0, later), (1, USED))
     assert told.report([7, 8]) == ((1, USED),), "its new incarnation has ended"
 
@@ -39,6 +39,6 @@ def test_last_incarnation_of_a_rank_counts() -> None:
 )
 def test_what_cannot_be_is_left_out(wrong: WorkerUsage) -> None:
     told = UsageByRank()
-    told.heard(0, 7, USED)
-    told.heard(0, 7, wrong)
+    told.on_report(0, 7, USED)
+    told.on_report(0, 7, wrong)
     assert told.report([7]) == ((0, USED),)
