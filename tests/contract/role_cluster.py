@@ -445,7 +445,7 @@ def in_threads(*tasks: Callable[[], None]) -> None:
 
 def taken(client: Client) -> int:
     """Slots of shared memory that are in use."""
-    return len(client.connection.exchange._pool.taken)
+    return len(client.connection.exchange._pool.in_use_by)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -208,7 +208,7 @@ def test_checkpoint_has_the_same_pushes_on_all_shards(
     in_threads(*(lambda each=each: push(each) for each in pushers), take)
     assert [len(each) for each in seen] == [1] * len(seen)
     assert min(seen[0]) < min(seen[-1])
-    assert not any(server.role.shard.cuts.kept for server in cluster.servers)
+    assert not any(server.role.shard.cuts.parts_here for server in cluster.servers)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -503,7 +503,7 @@ def test_lost_cut_is_told_and_the_next_checkpoint_is_written(
     monkeypatch.undo()
     table.push(ids, np.ones((50, DIM), np.float32)).result()
     assert taken(cluster).layers.keys() == {"plain"}
-    assert not cluster.servers[0].role.shard.cuts.kept
+    assert not cluster.servers[0].role.shard.cuts.parts_here
 
 
 def test_damaged_part_is_refused_by_its_name(make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def refuse(house: RoleCluster, client: Client, other: Client, case: str) -> None
     assert group_versions(house) == versions, case
     client.drain()
     lent = len(client.dense.gradients.given)  # a slot that is still the caller's
-    assert len(client.connection.exchange._pool.taken) == lent, case
+    assert len(client.connection.exchange._pool.in_use_by) == lent, case
 
 
 def group_versions(house: RoleCluster) -> list[list[int]]:
@@ -323,7 +323,7 @@ def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
     client.push("w", np.ones(60_000)).result()
     assert (other.pull("w") == 3.0).all()
     client.drain()
-    assert not client.connection.exchange._pool.taken
+    assert not client.connection.exchange._pool.in_use_by
 
 
 def test_payload_over_the_limit_is_told(make_cluster: MakeCluster) -> None:

@@ -133,7 +133,7 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
     for server, peers in zip(cluster.servers, on_the_way, strict=True):
         server.role._peers.send = peers  # type: ignore[method-assign]  # wrapped
     alone = push(first)
-    wait_until(lambda: all(shard.groups[0].state.collect.sent for shard in shards))
+    wait_until(lambda: all(shard.groups[0].state.collect.last_vote for shard in shards))
     again = define(cluster.client(1))
     assert (again.connection.incarnation, again.clock()) == (2, 0)
     for peers in on_the_way:

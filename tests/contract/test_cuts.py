@@ -22,7 +22,7 @@ PUSHES = 40
 
 
 def kept(cluster: RoleCluster) -> list[dict[int, ShardCut]]:
-    return [server.role.shard.cuts.kept for server in cluster.servers]
+    return [server.role.shard.cuts.parts_here for server in cluster.servers]
 
 
 def test_values_of_a_cut_have_the_same_pushes_on_all_shards(cluster: RoleCluster) -> None:
@@ -90,7 +90,7 @@ def test_cut_that_was_let_go_is_refused(cluster: RoleCluster) -> None:
         assert client.dense.fetch(block, 0, cut=cut)[0].max() == 0.0
         assert client.dense.fetch(block, 0)[0].min() == 1.0
         with pytest.raises(UnknownName, match="no block 99"):
-            cluster.servers[0].role.shard.cuts.kept[cut].block(99)
+            cluster.servers[0].role.shard.cuts.parts_here[cut].block(99)
     with pytest.raises(UnknownName, match="has let go of cut"):
         client.dense.fetch(block, 0, cut=cut)
 

@@ -23,7 +23,7 @@ SERVERS = 4
 
 def asked(client: Client) -> list[int]:
     """Reads that each shard was sent."""
-    return [shard.session.asked for shard in client.connection.exchange.shards]
+    return [shard.session.last_read for shard in client.connection.exchange.shards]
 
 
 @KINDS

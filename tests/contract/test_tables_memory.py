@@ -178,7 +178,7 @@ def test_call_that_another_thread_closes_the_client_under_raises_that(
 
 def requests_of(client: Client) -> int:
     """Requests and reads that a client has sent."""
-    return sum(e.session.last + e.session.asked for e in client.connection.exchange.shards)
+    return sum(e.session.last + e.session.last_read for e in client.connection.exchange.shards)
 
 
 def test_pull_finds_what_was_prefetched_and_sends_nothing(cluster: RoleCluster) -> None:

@@ -266,12 +266,12 @@ def test_step_whose_tensors_are_refused_gives_the_tables_memory_back(two: RoleCl
     dense = client.define("w", np.zeros(3), rule=Add())
     slot = client.dense.gradient_slot(dense)
     slot[:] = np.nan
-    before = len(client.connection.exchange._pool.taken)
+    before = len(client.connection.exchange._pool.in_use_by)
     for skip, error in ((False, NonFinite), (True, ValueError)):
         push = BlockPush(dense, slot if not skip else np.zeros(3))
         with pytest.raises(error):
             client.dense.step("default", [push], tables=[TablePush(table, [1], ones(1))], skip=skip)
-    assert len(client.connection.exchange._pool.taken) == before
+    assert len(client.connection.exchange._pool.in_use_by) == before
     assert (len(table), client.clock("users")) == (0, 0)
 
 

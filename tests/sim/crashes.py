@@ -32,8 +32,8 @@ class SimulatedCrashes(SimulatedCuts):
 
     def _look(self) -> None:
         first = self.servers[0].shard.cuts
-        for number in [n for n, part in first.kept.items() if part.complete]:
-            parts = [server.shard.cuts.kept.pop(number, None) for server in self.servers]
+        for number in [n for n, part in first.parts_here.items() if part.complete]:
+            parts = [server.shard.cuts.parts_here.pop(number, None) for server in self.servers]
             found = [part for part in parts if part is not None]
             defined = all(len(part.blocks) == len(self.workload.blocks) for part in found)
             # The coordinator, which lives on, knows all blocks that it has seen defined.

@@ -68,8 +68,8 @@ class SimulatedCuts(SimulatedCluster):
     def _look(self) -> None:
         """Take over a cut that is complete; begin one."""
         first = self.servers[0].shard.cuts
-        for number, part in list(first.kept.items()):
-            parts = [server.shard.cuts.kept.get(number) for server in self.servers]
+        for number, part in list(first.parts_here.items()):
+            parts = [server.shard.cuts.parts_here.get(number) for server in self.servers]
             if part.complete and all(parts):
                 seen = tuple(self._seen(each) for each in parts if each is not None)
                 torn, ended = frozenset(part.torn), frozenset(self._ended())

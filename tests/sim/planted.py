@@ -476,7 +476,7 @@ def compensated_from_the_newest_read(monkeypatch: pytest.MonkeyPatch) -> type[Si
     """A gradient is corrected by the change since the newest read, not since its own."""
 
     def of(self: Reads, rank: int, version: int) -> Any:
-        kept = self.kept.get(rank)
+        kept = self.by_rank.get(rank)
         return kept[-1][1] if kept else {}
 
     monkeypatch.setattr(Reads, "of", of)
@@ -681,7 +681,7 @@ def call_that_broke_between_its_frames_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
     """A rank whose call ended behind its entry begins the next round as if it had not."""
-    monkeypatch.setattr(ClientMembership, "came_again", lambda self: None)
+    monkeypatch.setattr(ClientMembership, "mark_resumed", lambda self: None)
     return SimulatedCluster
 
 

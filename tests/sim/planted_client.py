@@ -8,7 +8,7 @@ import pytest
 
 from paramserve.client.exchange import Exchange
 from paramserve.client.links import Links, ReachedShard
-from paramserve.core.client_session import ClientSession, Sent
+from paramserve.core.client_session import ClientSession, PendingRequest
 from paramserve.messages import Done, Refused, ShardReply, ShardRequest
 from paramserve.transport.link import Link
 
@@ -50,10 +50,10 @@ def given_up_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def answer_taken_for_the_oldest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are matched by their order instead of their number."""
 
-    def oldest(session: ClientSession, seq: int) -> Sent | None:
+    def oldest(session: ClientSession, seq: int) -> PendingRequest | None:
         return session.unanswered[0] if session.unanswered else None
 
-    monkeypatch.setattr(ClientSession, "sent", oldest)
+    monkeypatch.setattr(ClientSession, "pending_for", oldest)
 
 
 def numbered_anew_when_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def payload_of_a_repeated_answer_left_unread(monkeypatch: pytest.MonkeyPatch) ->
     take = Exchange._take
 
     def keeps(exchange: Exchange, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
-        if type(reply) is Done and shard.session.sent(reply.seq) is None:
+        if type(reply) is Done and shard.session.pending_for(reply.seq) is None:
             return
         take(exchange, shard, link, reply)
 
@@ -86,7 +86,7 @@ def refusal_taken_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused request counts as done."""
     on_reply = ClientSession.on_reply
 
-    def blind(session: ClientSession, reply: Done | Refused) -> Sent | None:
+    def blind(session: ClientSession, reply: Done | Refused) -> PendingRequest | None:
         return on_reply(session, Done(reply.seq) if isinstance(reply, Refused) else reply)
 
     monkeypatch.setattr(ClientSession, "on_reply", blind)

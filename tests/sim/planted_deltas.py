@@ -10,7 +10,7 @@ import pytest
 from tests.sim.workloads.delta_pulls import WatchedStream
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.delta_stream import DeltaReader, DeltaStream, Position, Taken
+from paramserve.core.delta_stream import CopyUpdate, DeltaReader, DeltaStream, Position
 
 
 def _reads_as_if_it_had(
@@ -23,7 +23,7 @@ def _reads_as_if_it_had(
     """
     own = DeltaReader._read_deltas
 
-    def read(reader: DeltaReader, position: Position, first: int, data: Any) -> Taken:
+    def read(reader: DeltaReader, position: Position, first: int, data: Any) -> CopyUpdate:
         before = reader._has
         if before is not None and before[0].stream == position.stream:
             has = number(before[0], first, position)
@@ -92,7 +92,7 @@ def interrupted_reading_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader writes to its copy before it is certain that the answer is taken."""
     own = DeltaReader._read_deltas
 
-    def read(reader: DeltaReader, position: Position, first: int, data: Any) -> Taken:
+    def read(reader: DeltaReader, position: Position, first: int, data: Any) -> CopyUpdate:
         taken = own(reader, position, first, data)
         assert reader._has is not None
         if taken.values is not reader._has[1] and position.number % 2:

@@ -63,7 +63,7 @@ def repeated_read_is_executed_again(monkeypatch: pytest.MonkeyPatch) -> type[Sim
     """Values are written once more to memory that the client may use for something else by then."""
 
     class ForgetsReads(ShardSession):
-        asked = property(lambda session: 0, lambda session, seq: None)  # type: ignore[assignment]
+        last_read = property(lambda session: 0, lambda session, seq: None)  # type: ignore[assignment]
 
     monkeypatch.setattr(sessions_module, "ShardSession", ForgetsReads)
     return SimulatedCluster

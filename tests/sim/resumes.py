@@ -158,7 +158,7 @@ class SimulatedResumes(SimulatedCluster):
         if self.fell_to is not None:
             self.kept = dict(self._masks())
             states = [each.state for one in self.servers for each in one.shard.groups.values()]
-            self.ahead = {(state.name, rank) for state in states for rank in state.ahead}
+            self.ahead = {(state.name, rank) for state in states for rank in state.already_applied}
         for rank in range(self.scenario.workers):
             self.start_worker(self.random.random() * RESTART_S, rank)
         self.start(self.random.random() * RESTART_S, self.reader_script, -1)

@@ -158,8 +158,8 @@ def mean_counts_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 
 def each_shard_leaves_out_its_own(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
     """The lead goes by the list of one shard of those that are left out."""
-    left_in = commit._left_in
-    monkeypatch.setattr(commit, "_left_in", lambda parts: left_in(parts[:1]))
+    left_in = commit._ranks_of
+    monkeypatch.setattr(commit, "_ranks_of", lambda parts: left_in(parts[:1]))
     return SimulatedCluster
 
 

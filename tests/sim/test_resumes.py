@@ -118,7 +118,7 @@ def leases_of_before_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def calls_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut does not say which calls are not over."""
-    monkeypatch.setattr(Sessions, "begun", lambda sessions, clients: {})
+    monkeypatch.setattr(Sessions, "unfinished", lambda sessions, clients: {})
 
 
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def ahead_in_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def others(sessions: Sessions, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
         return {1 - group: ranks for group, ranks in begun(sessions, clients).items()}
 
-    begun = Sessions.begun
-    monkeypatch.setattr(Sessions, "begun", others)
+    begun = Sessions.unfinished
+    monkeypatch.setattr(Sessions, "unfinished", others)
 
 
 def samples_of_a_call_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

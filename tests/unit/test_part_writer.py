@@ -87,7 +87,7 @@ def test_part_is_as_it_was_at_the_cut_whatever_comes_between_turns(turns: float)
     (told,) = bench.outcomes()
     assert not told.failed
     assert (values(disk, told) == 0.0).all()
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
     bench.parts.write(bench.cut(2))
     bench.run()
     assert (values(disk, bench.outcomes()[-1]) == 5.0).all()
@@ -142,7 +142,7 @@ def test_part_is_kept_while_the_disk_takes_longer_than_others_keep_theirs(
         bench.rig.shards[0].step(DeadlineReached(), bench.clock.now)
     (told,) = bench.outcomes()
     assert not told.failed
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
 
 
 def test_part_that_is_given_up_is_let_go() -> None:
@@ -150,7 +150,7 @@ def test_part_that_is_given_up_is_let_go() -> None:
     bench.parts.write(bench.cut(1))
     bench.run(2.5 * THREAD_S)
     bench.parts.over(CheckpointOver(1, 0, False))
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
 
 
 def test_next_checkpoint_ends_the_one_before() -> None:
@@ -178,7 +178,7 @@ def test_failure_of_the_disk_is_told_and_the_next_part_is_written(nth: int) -> N
     (told,) = bench.outcomes()
     assert told.failed.startswith("server 0: checkpoint step-1 was not written")
     assert "No space left" in told.failed
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
     bench.parts.write(bench.cut(2))
     bench.run()
     assert not bench.outcomes()[-1].failed
@@ -204,10 +204,10 @@ def test_cut_that_is_not_written_is_let_go() -> None:
     """Its copies take memory: the coordinator has a minute to ask for it."""
     bench = Bench(Disk())
     bench.cut(1)
-    assert bench.cuts.kept
+    assert bench.cuts.parts_here
     bench.rig.now += 61.0
     bench.rig.happen(DeadlineReached())
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
 
 
 @pytest.mark.parametrize("turns", [-1.0, 0.5, 2.5, 3.5])
@@ -231,7 +231,7 @@ def test_server_that_ends_within_a_checkpoint_begins_no_job(
     monkeypatch.setattr(VirtualLoop, "run_in_executor", refuse)
     bench.run()
     assert bench.told[before:] == []
-    assert not bench.cuts.kept
+    assert not bench.cuts.parts_here
 
 
 def test_bug_ends_one_checkpoint_only(

@@ -228,7 +228,7 @@ class LoadedShard:
         own = sums.setdefault(saved.block, RowSum(block))
         assert isinstance(own, RowSum)
         header = Gradient(saved.block, 0, 0, hyper=saved.hyper, extent=int(here.sum()))
-        own.kept.append((1.0, header, RowGradient(keys[here], values[here])))
+        own.pushes.append((1.0, header, RowGradient(keys[here], values[here])))
         own.hyper, own.count = saved.hyper, max(own.count, saved.count)
 
 

@@ -549,8 +549,9 @@ class Taking:
             return
         found = differences.of_rules(theirs, ours)
         raise ValueError(
-            f"the state is that of the rule {found.known}, and {self._table!r} has {found.came}. "
-            "Applied: no. To fix: use a table with the same rule, or give state=False"
+            f"the state is that of the rule {found.existing}, and {self._table!r} has "
+            f"{found.incoming}. Applied: no. To fix: use a table with the same rule, or give "
+            "state=False"
         )
 
     # --- rows ------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class ClientClocks:
 
     def _take_told_pending(self) -> None:
         while self._told_pending:
-            self.membership.came_late(self._told_pending.popleft())
+            self.membership.mark_pending(self._told_pending.popleft())
 
     def _join_at(self, block: Block, clock: int, late: bool) -> None:
         """The shards have said at which clock this rank joins. Where gradients are collected it may

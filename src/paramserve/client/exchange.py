@@ -571,7 +571,7 @@ class Exchange(Links):
         if isinstance(reply, Refused) and reply.seq == 0:  # the server is about to cut this link
             raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if link.payload_bytes:
-            sent = shard.session.sent(reply)
+            sent = shard.session.pending_for(reply)
             if sent is None:
                 link.skip_payload()
             else:

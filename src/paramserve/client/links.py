@@ -294,7 +294,7 @@ class Links:
                 raise self._ended()
             if self.returned:
                 self._take_returned()
-            if self._pool.lost:
+            if self._pool.lost_slots:
                 places = [each.session.oldest for each in self.shards]
                 oldest = min((each for each in places if each is not None), default=self._place + 1)
                 self._pool.reclaim(oldest=oldest, last=self._place)

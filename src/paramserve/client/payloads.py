@@ -12,8 +12,8 @@ from msgspec import structs
 from paramserve.codecs.base import Codec, Floats
 from paramserve.codecs.delta import Delta
 from paramserve.codecs.keys import order_of
-from paramserve.core.client_session import Sent
-from paramserve.core.delta_stream import DeltaReader, Taken
+from paramserve.core.client_session import PendingRequest
+from paramserve.core.delta_stream import CopyUpdate, DeltaReader
 from paramserve.core.partition import Block
 from paramserve.core.request_memory import aligned
 from paramserve.core.table.encoded import RowCodecs
@@ -193,7 +193,7 @@ class Payloads:
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.kept.itemsize]
 
-    def read(self, shard: int, link: GivesPayload, sent: Sent) -> None:
+    def read(self, shard: int, link: GivesPayload, sent: PendingRequest) -> None:
         """Read the payload of an answer to where its request wants it.
 
         Raises:
@@ -255,7 +255,7 @@ class Payloads:
         self, shard: int, changed: Sequence[tuple[ReadTarget, Delta]], data: Bytes
     ) -> None:
         """What has changed of values, to where they are wanted; or of none, if a part is wrong."""
-        found: list[tuple[DeltaReader, Taken]] = []
+        found: list[tuple[DeltaReader, CopyUpdate]] = []
         at = 0
         for place, delta in changed:
             reader = self._reader(delta, self._blocks[place.block], shard)

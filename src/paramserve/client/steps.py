@@ -152,9 +152,9 @@ class Steps(ClientClocks):
         self.first = self.first and not returned
         late = by_name.keys() if returned else not_joined(reports, self._rank)
         for name in late:
-            self.membership.came_late(name)
+            self.membership.mark_pending(name)
         if len(by_name) - len(late) > 1:
-            self.membership.came_again()
+            self.membership.mark_resumed()
 
     @property
     def factor(self) -> float:
@@ -173,7 +173,7 @@ class Steps(ClientClocks):
         self._terms.defined(block.group, block.spec.consistency)
         late = not (self.first or block.group in self.versions or block.group_name in self._found)
         if late and self._rank != NO_RANK and not self._is_member_before(block):
-            self.membership.came_late(block.group_name)
+            self.membership.mark_pending(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
         coded = block.spec.push is not None and block.table is None
         if coded and self.encoder is None:
@@ -344,7 +344,7 @@ class Steps(ClientClocks):
         groups = {each.parts.block.group for each in numbered}
         others = [each for each in parts if each.block.group not in groups]
         if numbered and others:  # members of their groups may wait for this rank
-            self.membership.came_again()
+            self.membership.mark_resumed()
         if len(numbered) == len(sent):
             self._exchange.give_back(values)
         self._exchange.give_back([slot for each in others for slot in each.taken_slots])
@@ -737,7 +737,7 @@ class Steps(ClientClocks):
 
     def _suspend(self, block: Block, limit_s: float | None) -> None:
         self.ask_all("rest", SuspendMembership(0, block.group), limit_s)
-        self.membership.is_out(block.group_name)
+        self.membership.membership_ended(block.group_name)
 
     def change_policy(self, block: Block, policy: ConsistencySpec, limit_s: float | None) -> None:
         """Ask all shards for another policy of a block's group; what they decide is told later.

@@ -78,20 +78,20 @@ class Operation(Struct, eq=False):
         """Say in the error whether something was applied, now that all shards have answered."""
         error = self.error
         assert error is not None
-        told = {error.applied, *(each.applied for each in self.refused.values())}
+        effects = {error.applied, *(each.applied for each in self.refused.values())}
         failed, fix = error.failed, error.fix
         having = sorted(shard for shard, reply in self.replies.items() if not reply.skipped)
         if having:
-            told.add("yes")
+            effects.add("yes")
             lacking = sorted(k for k, each in self.refused.items() if each.applied == "no")
             failed += f"; shards {having} have applied their parts"
             failed += f", shards {lacking} have not" if lacking else ""
             fix += "; the values are of two versions now: assign them, or go back to a checkpoint"
-        if len(told) > 1:
+        if len(effects) > 1:
             self.error = rebuild(type(error).__name__, failed, "unknown", fix)
 
 
-class Sent(Struct, eq=False):
+class PendingRequest(Struct, eq=False):
     """A request that is not answered yet."""
 
     message: ShardRequest
@@ -115,13 +115,13 @@ class ClientSession:
         self.requests = requests if requests is not None else window
         self.calls = 0
         """How many calls have sent something."""
-        self.unanswered: deque[Sent] = deque()
+        self.unanswered: deque[PendingRequest] = deque()
         """Numbered, oldest first: what is sent again on a new connection."""
         self.last = 0
         """The highest number given out."""
-        self.reads: deque[Sent] = deque()
+        self.reads: deque[PendingRequest] = deque()
         """Unanswered, oldest first: these are sent again as well."""
-        self.asked = 0
+        self.last_read = 0
         """How many reads were sent."""
         self.reading_calls = 0
         """How many calls have sent some."""
@@ -174,9 +174,9 @@ class ClientSession:
         """
         if type(message) is Read:
             self.reading_calls += first
-            self.asked += 1
-            message.seq, message.behind = self.asked, self.last
-            self.reads.append(Sent(message, operation, self.reading_calls, place))
+            self.last_read += 1
+            message.seq, message.behind = self.last_read, self.last
+            self.reads.append(PendingRequest(message, operation, self.reading_calls, place))
             return message
         unanswered = self.unanswered
         if first:
@@ -189,7 +189,7 @@ class ClientSession:
             message.seq, message.oldest = last, oldest
         else:
             numbered = structs.replace(message, seq=last)
-        unanswered.append(Sent(numbered, operation, self.calls, place))
+        unanswered.append(PendingRequest(numbered, operation, self.calls, place))
         return numbered
 
     def take_back(self, messages: Sequence[ShardRequest]) -> None:
@@ -197,7 +197,7 @@ class ClientSession:
         for message in messages:
             if type(message) is Read:
                 self.reads.pop()
-                self.asked -= 1
+                self.last_read -= 1
             else:
                 self.unanswered.pop()
                 self.last -= 1
@@ -206,27 +206,27 @@ class ClientSession:
         elif messages:
             self.calls -= 1
 
-    def sent(self, reply: Done | Refused) -> Sent | None:
+    def pending_for(self, reply: Done | Refused) -> PendingRequest | None:
         """The unanswered request that a reply answers; None if it was answered before."""
         for each in self.reads if isinstance(reply, Values | NotRead) else self.unanswered:
             if each.message.seq == reply.seq:
                 return each
         return None
 
-    def on_reply(self, reply: Done | Refused) -> Sent | None:
+    def on_reply(self, reply: Done | Refused) -> PendingRequest | None:
         """Take a reply; None if that number was answered before (a repeated answer)."""
         read = type(reply) is Values or type(reply) is NotRead
         unanswered = self.reads if read else self.unanswered
         if unanswered and unanswered[0].message.seq == reply.seq:
-            found = unanswered.popleft()
+            answered = unanswered.popleft()
         else:
-            sent = self.sent(reply)
-            if sent is None:
+            late = self.pending_for(reply)
+            if late is None:
                 return None
-            found = sent
-            unanswered.remove(found)
-        found.operation.answered(self.shard, reply)
-        return found
+            answered = late
+            unanswered.remove(answered)
+        answered.operation.answered(self.shard, reply)
+        return answered
 
     def to_resend(self) -> list[ShardRequest]:
         """After a new connection: everything unanswered, in order, with its old number.
@@ -279,15 +279,15 @@ class SlotPool(Generic[S]):
     Args:
         make: the owner's own object for a slot, from (arena, offset, size in bytes).
     Attributes:
-        taken: slots in use, with their sizes.
-        lost: slots that nothing refers to; of those that were free, some.
+        in_use_by: slots in use, with their sizes.
+        lost_slots: slots that nothing refers to; of those that were free, some.
         in_use: bytes of the slots that are taken.
         peak: the most that it was; the owner may set it back.
     """
 
     def __init__(self, make: Callable[[int, int, int], S]) -> None:
-        self.taken: dict[ref[S], int] = {}
-        self.lost = deque[ref[S]]()
+        self.in_use_by: dict[ref[S], int] = {}
+        self.lost_slots = deque[ref[S]]()
         self.in_use = 0
         self.peak = 0
         self._make = make
@@ -315,7 +315,7 @@ class SlotPool(Generic[S]):
             self._join()
             slot = self._cut(size)
         if slot is not None:
-            self.taken[slot.own] = size
+            self.in_use_by[slot.own] = size
             self.in_use += size
             if self.in_use > self.peak:
                 self.peak = self.in_use
@@ -336,7 +336,7 @@ class SlotPool(Generic[S]):
                 start, end = gaps[index]
                 gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
                 slot = self._make(number, start, size)
-                slot.own = ref(slot, self.lost.append)
+                slot.own = ref(slot, self.lost_slots.append)
                 self._at[slot.own] = (number, start, size)
                 return slot
         return None
@@ -349,7 +349,7 @@ class SlotPool(Generic[S]):
     def _join(self) -> None:
         """Make all that is not taken free to be cut anew. What an interrupt has left neither free
         nor taken is among it."""
-        at = {slot: self._at[slot] for slot in self.taken}
+        at = {slot: self._at[slot] for slot in self.in_use_by}
         gaps: dict[int, list[tuple[int, int]]] = {}
         for number, (begin, end) in self._whole.items():
             gaps[number] = []
@@ -378,8 +378,8 @@ class SlotPool(Generic[S]):
         """The last owner of slots lets go of them. Those who take as many in the same order get the
         same ones: what was said of a slot is then said again."""
         for slot in reversed(slots):
-            size = self.taken[slot.own]
-            del self.taken[slot.own]
+            size = self.in_use_by[slot.own]
+            del self.in_use_by[slot.own]
             self.in_use -= size
             self._free[size] += [slot]
 
@@ -391,13 +391,13 @@ class SlotPool(Generic[S]):
             oldest: the place of the call that is unanswered longest.
             last: that of the last call.
         """
-        for _ in range(len(self.lost)):
-            own = self.lost[0]
-            if own in self.taken:
+        for _ in range(len(self.lost_slots)):
+            own = self.lost_slots[0]
+            if own in self.in_use_by:
                 if oldest <= self._lost_at.setdefault(own, last):
-                    self.lost.rotate(-1)
+                    self.lost_slots.rotate(-1)
                     continue
-                self.in_use -= self.taken[own]
-                del self.taken[own]
+                self.in_use -= self.in_use_by[own]
+                del self.in_use_by[own]
             self._lost_at.pop(own, None)
-            self.lost.popleft()
+            self.lost_slots.popleft()

@@ -86,12 +86,12 @@ def collect(
     for _, header, gradient in parts:
         by_block[header.block] = header, gradient
     weight = step.weight * step.factor
-    held = Contribution(step, session, by_block, finite=True, weight=weight, refusal=refusal)
+    own = Contribution(step, session, by_block, finite=True, weight=weight, refusal=refusal)
     if not step.skip:
         size = largest(parts, step)
-        if not addable(parts, held.weight, size):
-            held.large = held.finite = size < math.inf
-    state.collect.pending[rank] = held
+        if not addable(parts, own.weight, size):
+            own.large = own.finite = size < math.inf
+    state.collect.pending[rank] = own
 
 
 def cannot_fail(step: Step, parts: list[Part]) -> bool:
@@ -102,22 +102,22 @@ def cannot_fail(step: Step, parts: list[Part]) -> bool:
     return not may_fail and largest(parts, step) < math.inf
 
 
-def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: int) -> Vote:
+def vote(state: GroupState, shard: int, contributors: tuple[int, ...], decision: int) -> Vote:
     """What this shard can say about these contributions, and that it has applied the decision log
     up to this entry; prepares their update."""
     epoch, pending = state.at(state.committed), state.collect.pending
     state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]
-    held = [pending[rank] for rank in ranks]
-    others = _without_nonfinite(epoch, held)
+    contributions = [pending[rank] for rank in ranks]
+    others = _without_nonfinite(epoch, contributions)
     if others:
-        ranks, held = [each.session.rank for each in others], others
-    steps = [each.step for each in held]
-    weights = sum([each.weight for each in held])
+        ranks, contributions = [each.session.rank for each in others], others
+    steps = [each.step for each in contributions]
+    weights = sum([each.weight for each in contributions])
     refusal: Refusal | None = None
     clip, skip, large = 0.0, False, False
     bad: list[int] = []
-    for rank, each in zip(ranks, held, strict=True):
+    for rank, each in zip(ranks, contributions, strict=True):
         refusal = refusal or each.refusal
         clip = each.step.clip_norm if each.step.clip_norm > clip else clip
         skip = skip or each.step.skip
@@ -134,10 +134,10 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: in
             "do not write to a gradient after it was pushed",
         )
     squared = 0.0
-    if finite and not refusal and not skip and held:
+    if finite and not refusal and not skip and contributions:
         try:
             scale = policy_calls.scale(epoch, weights)
-            finite = not large or _sum_is_finite(state, held, scale)
+            finite = not large or _sum_is_finite(state, contributions, scale)
             if not finite:
                 if epoch.policy.on_nonfinite == "refuse":
                     refusal = (
@@ -147,9 +147,9 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: in
                         NONFINITE_FIX,
                     )
             elif clip > 0.0:
-                squared = _squared_norm(state, held, scale)
+                squared = _squared_norm(state, contributions, scale)
             else:
-                _prepare(state, held, scale)
+                _prepare(state, contributions, scale)
         except NonFinite as error:
             finite = False
             if epoch.policy.on_nonfinite == "refuse":
@@ -166,7 +166,7 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: in
         finite,
         skip,
         weights,
-        known,
+        decision,
         clip,
         squared,
         refusal,
@@ -174,20 +174,20 @@ def vote(state: GroupState, shard: int, contributors: tuple[int, ...], known: in
     )
 
 
-def _without_nonfinite(epoch: PolicyEpoch, held: list[Contribution]) -> list[Contribution]:
+def _without_nonfinite(epoch: PolicyEpoch, parts: list[Contribution]) -> list[Contribution]:
     """The contributions of a clock whose policy leaves out those with NaN or Inf; empty: none is
     to be left out, or nothing would be left."""
     if not epoch.policy.skips_alone or epoch.policy.on_nonfinite == "refuse":
         return []
-    good = [each for each in held if each.finite and not each.step.skip and not each.refusal]
-    refused = any(each.refusal for each in held)
-    return good if len(good) < len(held) and not refused else []
+    good = [each for each in parts if each.finite and not each.step.skip and not each.refusal]
+    refused = any(each.refusal for each in parts)
+    return good if len(good) < len(parts) and not refused else []
 
 
-def _sum_is_finite(state: GroupState, held: list[Contribution], scale: float) -> bool:
+def _sum_is_finite(state: GroupState, contributions: list[Contribution], scale: float) -> bool:
     """Whether these gradients, each finite, have a reduced one that is."""
     for number, block in sorted(state.blocks.items()):
-        having = [each for each in held if number in each.gradients]
+        having = [each for each in contributions if number in each.gradients]
         if having and any(each.large for each in having):
             gradient, _, _ = reduced(having, block, scale)
             if block.largest(gradient, None) == math.inf:
@@ -195,44 +195,44 @@ def _sum_is_finite(state: GroupState, held: list[Contribution], scale: float) ->
     return True
 
 
-def _squared_norm(state: GroupState, held: list[Contribution], scale: float) -> float:
+def _squared_norm(state: GroupState, contributions: list[Contribution], scale: float) -> float:
     """Sum of the squares of the gradients' sum, to which the scale is still to be applied; the
     update has its memory then, and room for its rows."""
     squared = 0.0
     for number, block in sorted(state.blocks.items()):
-        having = [each for each in held if number in each.gradients]
+        having = [each for each in contributions if number in each.gradients]
         if having:
-            gradient, _, left = reduced(having, block, scale)
+            gradient, _, scale_to_apply = reduced(having, block, scale)
             if isinstance(block, KeyedBlock):
                 block.find_room(gradient)
                 _hold(state, block)
             part = block.squared_norm(gradient)
-            squared += part if left == scale or not part else part / scale / scale
+            squared += part if scale_to_apply == scale or not part else part / scale / scale
     return squared
 
 
-def _prepare(state: GroupState, held: list[Contribution], scale: float) -> None:
+def _prepare(state: GroupState, contributions: list[Contribution], scale: float) -> None:
     """Prepare what may fail before the clock is decided: then no shard applies it."""
     push = new_push_info((-1, state.committed, state.version, 0, 1.0, scale))
     whole = True
-    for header in held[0].step.push:
+    for header in contributions[0].step.push:
         whole = whole and header.active is None
-    if len(held) > 1 or held[0].weight != 1.0 or not whole:  # there is a sum
+    if len(contributions) > 1 or contributions[0].weight != 1.0 or not whole:  # there is a sum
         for each in state.blocks.values():
             each.reserve()
     keep: dict[int, Keep] = {}
-    for block, arguments in _updates(_that_may_fail(state), held, push):
+    for block, arguments in _updates(_that_may_fail(state), contributions, push):
         keep[block.spec.block] = block.prepare(*arguments)
         if isinstance(block, KeyedBlock):
             _hold(state, block)
-    clients = tuple([each.session.client for each in held])
+    clients = tuple([each.session.client for each in contributions])
     state.collect.prepared = PreparedUpdates(scale, clients, keep)
 
 
 def _hold(state: GroupState, block: KeyedBlock) -> None:
     """What is put in the table before the clock is decided takes no room from its rows."""
     block.hold()
-    state.collect.held.append(block)
+    state.collect.reserved.append(block)
 
 
 def _that_may_fail(state: GroupState) -> list[ShardBlock | KeyedBlock]:
@@ -249,9 +249,9 @@ def _updates(
         number = block.spec.block
         having = [each for each in contributors if number in each.gradients]
         if having:
-            gradient, active, left = reduced(having, block, push.scale)
+            gradient, active, scale_to_apply = reduced(having, block, push.scale)
             hyper = having[0].gradients[number][0].hyper
-            its_push = push if left == push.scale else push._replace(scale=left)
+            its_push = push if scale_to_apply == push.scale else push._replace(scale=scale_to_apply)
             yield block, (gradient, active, hyper, its_push)
 
 
@@ -266,7 +266,7 @@ def _full(state: GroupState) -> Overloaded:
 def apply_commit(
     state: GroupState,
     commit: Commit,
-    chosen: dict[int, Contribution],
+    by_rank: dict[int, Contribution],
     prepared: PreparedUpdates | None,
 ) -> ParamServeError | None:
     """Do what the lead decided about the present clock; why this shard could not, if so.
@@ -277,10 +277,10 @@ def apply_commit(
     which a client tells from their answers.
 
     Args:
-        chosen: the contributions that the lead decided for, by rank.
+        by_rank: the contributions that the lead decided for, by rank.
         prepared: what `vote` has prepared.
     """
-    contributors = [chosen[rank] for rank in sorted(chosen)]
+    contributors = [by_rank[rank] for rank in sorted(by_rank)]
     if not contributors:
         state.skipped += not commit.refusal
         return None
@@ -292,7 +292,7 @@ def apply_commit(
         # The frames behind it would hold the clients' memory.
         failure.__context__ = failure.__cause__ = None
         failure = failure.with_traceback(None)
-    for rank in sorted(chosen):
+    for rank in sorted(by_rank):
         state.count_staleness(rank, 0)
     pushed = False
     for each in contributors:
@@ -324,11 +324,11 @@ def _apply(
         keep[number]()
 
 
-def flush_of(state: GroupState, chosen: Mapping[int, Contribution]) -> int:
+def flush_of(state: GroupState, by_rank: Mapping[int, Contribution]) -> int:
     """The flush that a clock was which these contributions made; 0: none, or one of their clients
     keeps something that it did not flush."""
-    numbers = {each.step.flush for each in chosen.values() if each.step.flush}
-    for each in chosen.values():
+    numbers = {each.step.flush for each in by_rank.values() if each.step.flush}
+    for each in by_rank.values():
         keeps = each.step.leaves or state.id in each.session.left_out
         if keeps and not each.step.flush:
             return 0

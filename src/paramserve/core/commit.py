@@ -73,7 +73,7 @@ class Collect:
     reported: list[tuple[int, Contribution]] = field(default_factory=list)
     """By rank, what a newer incarnation has pushed again after this shard had told the lead of it:
     the lead may still decide for it."""
-    sent: Vote | None = None
+    last_vote: Vote | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
     since: float | None = None
@@ -84,7 +84,7 @@ class Collect:
     """Ranks that its policy waits for."""
     prepared: PreparedUpdates | None = None
     """The update, if the clock is decided with what was reported."""
-    held: list[KeyedBlock] = field(default_factory=list)
+    reserved: list[KeyedBlock] = field(default_factory=list)
     """Tables that keep room for it."""
 
     def has(self, ranks: Collection[int]) -> bool:
@@ -108,7 +108,7 @@ class Collect:
         """A newer incarnation pushes its own for this clock: forget the older one's, unless the
         lead was told of it."""
         older = self.pending.pop(rank)
-        if self.sent is not None:
+        if self.last_vote is not None:
             self.reported.append((rank, older))
 
     def forget(self, rank: int, client: int) -> Contribution | None:
@@ -124,7 +124,7 @@ class Collect:
             self.since, self.due, self.missing = None, None, ()
         return older
 
-    def chosen(self, clients: Collection[int]) -> dict[int, Contribution]:
+    def of_clients(self, clients: Collection[int]) -> dict[int, Contribution]:
         """What these clients pushed, by rank; they are of different ranks."""
         both = [*self.pending.items(), *self.reported]
         return {rank: each for rank, each in both if each.session.client in clients}
@@ -132,7 +132,7 @@ class Collect:
     def clear(self) -> None:
         self.pending = {}
         self.reported = []
-        self.sent = None
+        self.last_vote = None
         self.since = None
         self.due = None
         self.missing = ()
@@ -141,9 +141,9 @@ class Collect:
     def forget_prepared(self) -> None:
         """Another update is to come, or none; or this one now."""
         self.prepared = None
-        for block in self.held:
+        for block in self.reserved:
             block.release()
-        self.held = []
+        self.reserved = []
 
 
 class Lead:
@@ -208,7 +208,7 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
         good = good and part.finite and not part.skip
     if refusal:
         return structs.replace(nothing, refusal=refusal)
-    contributors, weight = _left_in(parts)
+    contributors, weight = _ranks_of(parts)
     if not good or not contributors:
         return nothing
     try:
@@ -227,7 +227,7 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
     return structs.replace(nothing, contributors=contributors, scale=scale)
 
 
-def _left_in(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
+def _ranks_of(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
     """Whose gradients make a clock, and their weights together: those that no shard leaves out.
     None, where they would be clipped by the norm of others."""
     first = parts[0]
@@ -236,8 +236,8 @@ def _left_in(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
     if first.clip_norm > 0.0 and any(part.others != first.others for part in parts):
         return (), 0.0
     lists = [dict(part.others) for part in parts if part.others]
-    kept = [each for each in first.contributors if all(each in others for others in lists)]
-    return tuple(kept), sum([lists[0][each] for each in kept])
+    ranks = [each for each in first.contributors if all(each in others for others in lists)]
+    return tuple(ranks), sum([lists[0][each] for each in ranks])
 
 
 _CLIPPING = -1
@@ -265,11 +265,11 @@ def refusal_of(
             values_of.setdefault(header.block, []).append((rank, header.hyper))
     for number, values in values_of.items():
         if any(value != values[0][1] for _, value in values):
-            told = _different(values, blocks.get(number))
-            if told:
+            difference = _different(values, blocks.get(number))
+            if difference:
                 return (
                     "HyperMismatch",
-                    f"the workers sent different hyper-parameters to one clock: {told}",
+                    f"the workers sent different hyper-parameters to one clock: {difference}",
                     "give all ranks the same schedule; where it follows a metric, as that of "
                     "ReduceLROnPlateau, let them agree on it: loss = worker.all_reduce(loss). A "
                     "rate that the function computes goes by worker.clock, which counts the "
@@ -281,16 +281,16 @@ def refusal_of(
 def _alike(steps: Sequence[Step]) -> bool:
     """Whether all that push have the same clipping, and for each block the same
     hyper-parameters."""
-    alike, clip_norm, known = True, None, dict[int, Any]()
+    alike, clip_norm, hypers = True, None, dict[int, Any]()
     for step in steps:
         if step.push:
             clip_norm = step.clip_norm if clip_norm is None else clip_norm
             alike = alike and step.clip_norm == clip_norm
         for header in step.push:
-            if header.block in known:
-                alike = alike and header.hyper == known[header.block]
+            if header.block in hypers:
+                alike = alike and header.hyper == hypers[header.block]
             else:
-                known[header.block] = header.hyper
+                hypers[header.block] = header.hyper
     return alike
 
 
@@ -304,12 +304,12 @@ def _different(values: Sequence[tuple[int, Any]], block: ShardStorage | None) ->
         return _by_value("clip_norm", values)
     names = block.rule.hyper_names
     whole = [(rank, block.hyper if hyper is None else hyper) for rank, hyper in values]
-    told = []
+    differences = []
     for at, name in enumerate(names):
         each = [(rank, hyper[at]) for rank, hyper in whole]
         if any(value != each[0][1] for _, value in each):
-            told.append(_by_value(name, each))
-    return f"{'; '.join(told)} (for {block.names})" if told else ""
+            differences.append(_by_value(name, each))
+    return f"{'; '.join(differences)} (for {block.names})" if differences else ""
 
 
 def _by_value(name: str, values: Sequence[tuple[int, Any]]) -> str:
@@ -317,11 +317,11 @@ def _by_value(name: str, values: Sequence[tuple[int, Any]]) -> str:
     having: dict[Any, list[int]] = {}
     for rank, value in values:
         having.setdefault(value, []).append(rank)
-    told = []
+    sides = []
     for value, ranks in having.items():
-        shown = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
+        listed = ", ".join(map(str, ranks[:RANKS_SHOWN_MAX]))
         if len(ranks) > RANKS_SHOWN_MAX:
-            shown += f" and {len(ranks) - RANKS_SHOWN_MAX} more"
-        who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
-        told.append(f"{who} {value}")
-    return f"{name}: {', '.join(told)}"
+            listed += f" and {len(ranks) - RANKS_SHOWN_MAX} more"
+        who = f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
+        sides.append(f"{who} {value}")
+    return f"{name}: {', '.join(sides)}"

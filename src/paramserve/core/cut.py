@@ -39,7 +39,7 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.decisions import LEAD
-from paramserve.core.events import GoOn, GroupEffect, Reply, Send, Tell
+from paramserve.core.events import CutReleased, GroupEffect, NotifyCoordinator, Reply, Send
 from paramserve.core.flush import AHEAD_LIMIT_S, NO_GROUP, Flush, limit_s
 from paramserve.core.group import GroupMachine
 from paramserve.core.replies import refusal
@@ -83,7 +83,7 @@ send what other shards have of it."""
 
 
 @dataclass
-class Wanted:
+class CutRequest:
     """A cut that is to be taken.
 
     Attributes:
@@ -107,10 +107,10 @@ class Wanted:
 class Leading:
     """Shard 0's side of an attempt."""
 
-    wanted: Wanted
+    request: CutRequest
     limit: float
     repeat_at: float = 0.0
-    told: dict[int, CutAt] = field(default_factory=dict)
+    positions: dict[int, CutAt] = field(default_factory=dict)
     to: CutTo | None = None
     parts: dict[int, CutDone] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class CutAgreement:
         """Whether the shard knows where the cut is."""
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
-        self.kept: dict[int, ShardCut] = {}
+        self.parts_here: dict[int, ShardCut] = {}
         """By number: this shard's parts of cuts. Those that are not `complete` may come to
         nothing."""
         self._shard = shard
@@ -153,7 +153,7 @@ class CutAgreement:
         self._outbox = outbox
         self._freeze = freeze
         self._now = 0.0
-        self._asked: CutAsk | None = None
+        self._current_ask: CutAsk | None = None
         self._at: CutAt | None = None
         """What this shard has told, while it stops."""
         self._done: CutDone | None = None
@@ -168,18 +168,18 @@ class CutAgreement:
         self._clients: dict[int, int] = {}
         self._clocks: dict[int, int] = {}
         self._leading: Leading | None = None
-        self._wanted: deque[Wanted] = deque()
+        self._requests: deque[CutRequest] = deque()
         self._retry_at = 0.0
         self._late: dict[tuple[int, int], int] = {}
         """Of shard 0: by client and shard, its number there, where the longest attempt has waited
         in vain for what other shards had of it, and nothing has come since."""
         self._unequal: tuple[int, Set[int]] = 0, frozenset()
         """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
-        self._told: CutTaken | None = None
+        self._last_report: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
         self.flush: Flush | None = None
         """Of shard 0: what clients are asked to flush before a cut."""
-        self._flushes: Wanted | None = None
+        self._flushes: CutRequest | None = None
         """The cut that waits for it."""
         self._flush_number = 0
         """Of the last one."""
@@ -228,16 +228,16 @@ class CutAgreement:
     ) -> None:
         """Begin a cut, or another one when that which is under way is over."""
         owner, patience_s = (0, 0.0) if session is None else (session.client, CUT_PATIENCE_S)
-        self._want(Wanted(CutAsk(0, owner, groups, whole), session, now + patience_s), now)
+        self._want(CutRequest(CutAsk(0, owner, groups, whole), session, now + patience_s), now)
 
     def want_snapshot(self, group: int, now: float) -> None:
         """Take a cut of a group for those who watch it, unless one is to have what is there now."""
-        asks = [each.ask for each in self._wanted]
-        if self._leading is not None and self._leading.wanted.ask.number > self._ended:
-            asks.append(self._leading.wanted.ask)  # this shard keeps its part later
+        asks = [each.ask for each in self._requests]
+        if self._leading is not None and self._leading.request.ask.number > self._ended:
+            asks.append(self._leading.request.ask)  # this shard keeps its part later
         if not any(ask.snapshot and ask.groups == (group,) for ask in asks):
             ask = CutAsk(0, 0, (group,), False, True)
-            self._want(Wanted(ask, None, now + CUT_PATIENCE_S), now)
+            self._want(CutRequest(ask, None, now + CUT_PATIENCE_S), now)
 
     def want_checkpoint(self, checkpoint: int, full: bool, flush_s: float, now: float) -> None:
         """Take a whole cut for a checkpoint, and tell the coordinator what became of it; again if
@@ -248,17 +248,17 @@ class CutAgreement:
             flush_s: for a flush before it, from now on.
         """
         self._now, until = now, now + min(limit_s(self._sessions), flush_s)
-        told, under_way = self._told, [each.ask.checkpoint for each in self._wanted]
+        report, under_way = self._last_report, [each.ask.checkpoint for each in self._requests]
         if self._leading is not None:
-            under_way.append(self._leading.wanted.ask.checkpoint)
+            under_way.append(self._leading.request.ask.checkpoint)
         if self.flush is not None and self._flushes is not None:
             under_way.append(self._flushes.ask.checkpoint)
             self.flush.until = min(self.flush.until, now + flush_s)
-        if told is not None and told.checkpoint == checkpoint:
-            self._outbox.append(Tell(told))
+        if report is not None and report.checkpoint == checkpoint:
+            self._outbox.append(NotifyCoordinator(report))
         elif checkpoint not in under_way:
             ask = CutAsk(0, 0, (), True, checkpoint=checkpoint, full=full)
-            self._want_flushed(Wanted(ask, None, until + CUT_PATIENCE_S), until)
+            self._want_flushed(CutRequest(ask, None, until + CUT_PATIENCE_S), until)
         self._plan()
 
     def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
@@ -267,36 +267,36 @@ class CutAgreement:
         if committed and checkpoint == self._unequal[0]:
             for client in self._unequal[1]:
                 self._sessions.closed.pop(client, None)
-        for number in [n for n, part in self.kept.items() if part.checkpoint == checkpoint]:
+        for number in [n for n, part in self.parts_here.items() if part.checkpoint == checkpoint]:
             self.let_go(number)
-        waiting = [each for each in self._wanted if each.ask.checkpoint != checkpoint]
-        self._wanted = deque(waiting)
+        waiting = [each for each in self._requests if each.ask.checkpoint != checkpoint]
+        self._requests = deque(waiting)
         if self._flushes is not None and self._flushes.ask.checkpoint == checkpoint:
             self.flush = self._flushes = None
         self._plan()
 
-    def _want_flushed(self, wanted: Wanted, until: float) -> None:
+    def _want_flushed(self, request: CutRequest, until: float) -> None:
         """Have clients flush what they have left out, if any has; then begin the cut."""
-        self._flushes, self._flush_number = wanted, self._flush_number + 1
+        self._flushes, self._flush_number = request, self._flush_number + 1
         self.flush = Flush(self._flush_number, until, self._sessions, self._groups)
         over = self.flush.is_over()
-        wanted.flushes = over or self.flush.request[1] != NO_GROUP
+        request.flushes = over or self.flush.request[1] != NO_GROUP
         self._end_flush(over)
 
     def _end_flush(self, over: bool) -> None:
         """Begin the cut that waits for a flush, if that is over."""
         if not over or self._flushes is None:
             return
-        wanted, self.flush, self._flushes = self._flushes, None, None
-        wanted.until = min(wanted.until, self._now + CUT_PATIENCE_S)
-        self._wanted.appendleft(wanted)
+        request, self.flush, self._flushes = self._flushes, None, None
+        request.until = min(request.until, self._now + CUT_PATIENCE_S)
+        self._requests.appendleft(request)
         if self._leading is None:
             self._begin()
 
     def _begin_next(self) -> None:
         """Begin the next attempt, behind a flush if there is to be one."""
-        if self._wanted[0].flushes:
-            attempt = self._wanted.popleft()
+        if self._requests[0].flushes:
+            attempt = self._requests.popleft()
             self._want_flushed(attempt, min(self._now + limit_s(self._sessions), attempt.until))
         else:
             self._begin()
@@ -319,23 +319,23 @@ class CutAgreement:
         self._clients, self._clocks = {}, {}
         self._plan()
 
-    def _want(self, wanted: Wanted, now: float) -> None:
+    def _want(self, request: CutRequest, now: float) -> None:
         self._now = now
-        self._wanted.append(wanted)
-        if self._leading is None and len(self._wanted) == 1:
+        self._requests.append(request)
+        if self._leading is None and len(self._requests) == 1:
             self._begin()
         self._plan()
 
     @property
     def under_way(self) -> bool:
         """Whether this shard leads one, or is to."""
-        return self._leading is not None or bool(self._wanted)
+        return self._leading is not None or bool(self._requests)
 
     def _begin(self) -> None:
-        wanted = self._wanted.popleft()
+        request = self._requests.popleft()
         self._number += 1
-        wanted.ask = structs.replace(wanted.ask, number=self._number, limit_s=wanted.limit_s)
-        self._leading = Leading(wanted, self._now + wanted.limit_s)
+        request.ask = structs.replace(request.ask, number=self._number, limit_s=request.limit_s)
+        self._leading = Leading(request, self._now + request.limit_s)
         self._tell_all()
 
     def _tell_all(self) -> None:
@@ -343,43 +343,43 @@ class CutAgreement:
         leading = self._leading
         assert leading is not None
         leading.repeat_at = self._now + self._resend_s
-        message: PeerMessage = leading.wanted.ask if leading.to is None else leading.to
-        answered = leading.told if leading.to is None else leading.parts
+        message: PeerMessage = leading.request.ask if leading.to is None else leading.to
+        answered = leading.positions if leading.to is None else leading.parts
         for shard in range(self._shards):
             if shard not in answered:
                 self._outbox.append(Send(shard, message))
 
     def _on_at(self, message: CutAt) -> None:
         leading = self._leading
-        if leading is None or message.number != leading.wanted.ask.number:
+        if leading is None or message.number != leading.request.ask.number:
             return
         if message.busy:
             self._give_up(leading)
             return
-        leading.told[message.shard] = message
-        if len(leading.told) == self._shards and leading.to is None:
-            told = list(leading.told.values())
-            leading.to = _highest(message.number, told, self._standing_still(told))
+        leading.positions[message.shard] = message
+        if len(leading.positions) == self._shards and leading.to is None:
+            positions = list(leading.positions.values())
+            leading.to = _highest(message.number, positions, self._standing_still(positions))
             self._tell_all()
 
     def _on_done(self, message: CutDone) -> None:
         leading = self._leading
-        if leading is None or message.number != leading.wanted.ask.number:
+        if leading is None or message.number != leading.request.ask.number:
             return
         leading.parts[message.shard] = message
         if len(leading.parts) < self._shards:
             return
-        torn = _torn(list(leading.parts.values()))
-        over = _over(list(leading.told.values()))
-        if not leading.wanted.ask.whole:
-            over -= set(torn)  # a whole one is to name them
+        unequal = _unequal_clients(list(leading.parts.values()))
+        over = _over(list(leading.positions.values()))
+        if not leading.request.ask.whole:
+            over -= set(unequal)  # a whole one is to name them
         self._leading = None
-        session = leading.wanted.session
+        session = leading.request.session
         read = session is None or session.client in self._sessions.by_client
-        part = self.kept.get(message.number)
+        part = self.parts_here.get(message.number)
         version = sum(part.versions.values()) if part is not None and part.snapshot else 0
-        checkpoint = leading.wanted.ask.checkpoint
-        end = CutOver(message.number, read, torn, version, tuple(sorted(over)), checkpoint)
+        checkpoint = leading.request.ask.checkpoint
+        end = CutOver(message.number, read, unequal, version, tuple(sorted(over)), checkpoint)
         self._outbox.extend(Send(shard, end) for shard in range(self._shards))
         if session is not None and session.done is not None:
             answer = Answer(Done(session.done.seq, taken=message.number))
@@ -387,54 +387,54 @@ class CutAgreement:
         if checkpoint and part is not None:
             if _same_rows(leading):
                 left_out = self._named({client for client, _ in self._late})
-                self._tell(_taken(leading, part, torn, left_out))
+                self._notify(_report_of(leading, part, unequal, left_out))
             else:  # of a table that is new, one has all rows and another one only those changed
-                leading.wanted.ask = structs.replace(leading.wanted.ask, full=True)
-                self._wanted.appendleft(leading.wanted)
+                leading.request.ask = structs.replace(leading.request.ask, full=True)
+                self._requests.appendleft(leading.request)
                 self._begin_next()
         self._retry_at = self._now
 
-    def _tell(self, taken: CutTaken) -> None:
-        self._told = taken
-        self._outbox.append(Tell(taken))
+    def _notify(self, report: CutTaken) -> None:
+        self._last_report = report
+        self._outbox.append(NotifyCoordinator(report))
 
     def _give_up(self, leading: Leading) -> None:
         """An attempt has failed: tell all, and try again later if a client waits for it."""
-        wanted, self._leading = leading.wanted, None
+        request, self._leading = leading.request, None
         for shard in range(self._shards):
-            self._outbox.append(Send(shard, CutOver(wanted.ask.number, False)))
-        leaves_out, wanted.leaves_out = wanted.leaves_out, self._note_late(leading)
-        if self._now < wanted.until or (wanted.leaves_out and not leaves_out):
-            self._wanted.append(wanted)
-        elif wanted.session is not None and wanted.session.done is not None:
+            self._outbox.append(Send(shard, CutOver(request.ask.number, False)))
+        leaves_out, request.leaves_out = request.leaves_out, self._note_late(leading)
+        if self._now < request.until or (request.leaves_out and not leaves_out):
+            self._requests.append(request)
+        elif request.session is not None and request.session.done is not None:
             error = Overloaded(self._why(leading), fix=FIX)
-            refused = refusal(wanted.session.done.seq, error)
-            self._outbox.append(Reply(wanted.session, Answer(refused)))
-        elif wanted.ask.checkpoint:
-            self._tell(CutTaken(wanted.ask.checkpoint, failed=self._why(leading), fix=FIX))
+            refused = refusal(request.session.done.seq, error)
+            self._outbox.append(Reply(request.session, Answer(refused)))
+        elif request.ask.checkpoint:
+            self._notify(CutTaken(request.ask.checkpoint, failed=self._why(leading), fix=FIX))
         self._retry_at = self._now + CUT_RETRY_S
 
     def _why(self, leading: Leading) -> str:
         """Why the last attempt has failed: who has not done what."""
-        answered = leading.told if leading.to is None else leading.parts
+        answered = leading.positions if leading.to is None else leading.parts
         missing = [shard for shard in range(self._shards) if shard not in answered]
-        told = f"no consistent cut of all shards could be taken in {CUT_PATIENCE_S:.0f} s: all were"
-        limit = f"{leading.wanted.ask.limit_s:g} s"
+        text = f"no consistent cut of all shards could be taken in {CUT_PATIENCE_S:.0f} s: all were"
+        limit = f"{leading.request.ask.limit_s:g} s"
         if leading.to is None:
             return (
-                f"{told} asked to stop, and shards {missing} did not in {limit}, as they were busy "
+                f"{text} asked to stop, and shards {missing} did not in {limit}, as they were busy "
                 "with pushes, or with a change of policy, or did not answer"
             )
-        behind = self._behind(leading.to, [leading.told[shard] for shard in missing])
+        behind = self._behind(leading.to, [leading.positions[shard] for shard in missing])
         return (
-            f"{told} stopped for {limit}, and shards {missing} did not come to apply what others "
+            f"{text} stopped for {limit}, and shards {missing} did not come to apply what others "
             f"have{behind}: a worker stood still in the middle of a push, or pushes take that long "
             "to arrive or to be applied"
         )
 
-    def _behind(self, to: CutTo, told: list[CutAt]) -> str:
+    def _behind(self, to: CutTo, positions: list[CutAt]) -> str:
         """Whose requests were not on these shards."""
-        late = self._named({client for client, _ in _late(to, told)})
+        late = self._named({client for client, _ in _late(to, positions)})
         return f" of {late}" if late else ""
 
     def _named(self, clients: Set[int]) -> str:
@@ -449,19 +449,21 @@ class CutAgreement:
     def _note_late(self, leading: Leading) -> bool:
         """Remember who stood still in the longest attempt, which has failed; whether one did."""
         to = leading.to
-        if to is None or leading.wanted.ask.limit_s < CUT_LIMIT_MAX_S:
+        if to is None or leading.request.ask.limit_s < CUT_LIMIT_MAX_S:
             return False
-        missing = [told for shard, told in leading.told.items() if shard not in leading.parts]
+        missing = [
+            position for shard, position in leading.positions.items() if shard not in leading.parts
+        ]
         late = _late(to, missing)
         self._late |= late
         return bool(late)
 
-    def _standing_still(self, told: list[CutAt]) -> set[int]:
+    def _standing_still(self, positions: list[CutAt]) -> set[int]:
         """Clients that have sent nothing since a cut waited for them in vain; who has, is waited
         for again."""
         numbers = {
             (client, each.shard): seq
-            for each in told
+            for each in positions
             for client, seq, _ in each.clients
             if client not in each.closed
         }
@@ -490,11 +492,11 @@ class CutAgreement:
         if ask.number <= self._ended:
             self._answer_again(ask.number)
             return
-        if self._asked is not None and self._asked.number != ask.number:
-            if self._asked.number > ask.number:
+        if self._current_ask is not None and self._current_ask.number != ask.number:
+            if self._current_ask.number > ask.number:
                 return
             self._go_on()  # the lead has given that one up
-        if self._asked is None:
+        if self._current_ask is None:
             if any(each.state.changes.paused is not None for each in self._groups.values()):
                 self._send(CutAt(ask.number, self._shard, (), (), busy=True))
                 return
@@ -504,7 +506,7 @@ class CutAgreement:
 
     def _stop(self, ask: CutAsk) -> None:
         self.stops, self.settling = True, False
-        self._asked = ask
+        self._current_ask = ask
         self._number = max(self._number, ask.number)
         if ask.checkpoint != self._stopped_for:
             self._stopped_for, self._longest_s = ask.checkpoint, 0.0
@@ -552,14 +554,14 @@ class CutAgreement:
         """What a client has still to do of a call that it has begun; nothing if not all is here."""
         if not self._sessions.in_call(session.rank, session.client, session.executed):
             return []
-        left: list[Step] = []
+        steps: list[Step] = []
         for each in ([session.held] if session.held is not None else []) + list(session.queue):
             step = each.message
             if not isinstance(step, Step):
                 break
-            left.append(step)
+            steps.append(step)
             if not step.more:
-                return left
+                return steps
         return []
 
     def _can_end(self, step: Step, here: Mapping[int, Set[int]]) -> bool:
@@ -572,13 +574,13 @@ class CutAgreement:
         return present and here[step.group] >= set(state.members.clocks)
 
     def _on_to(self, message: CutTo) -> None:
-        if self._asked is None or message.number != self._asked.number:
+        if self._current_ask is None or message.number != self._current_ask.number:
             self._answer_again(message.number)
         elif not self.settling:
             self._clients |= dict(message.clients)
             self._clocks |= dict(message.groups)
             self.settling = True
-            self._outbox.append(GoOn())
+            self._outbox.append(CutReleased())
 
     def _answer_again(self, number: int) -> None:
         """Shard 0 has not heard what became of a cut here."""
@@ -588,7 +590,7 @@ class CutAgreement:
             self._send(CutAt(number, self._shard, (), (), busy=True))
 
     def _on_over(self, message: CutOver) -> None:
-        if self._asked is not None and self._asked.number == message.number:
+        if self._current_ask is not None and self._current_ask.number == message.number:
             self._go_on()
         over = set(message.over)
         if message.checkpoint:  # its manifest is to name them
@@ -596,7 +598,7 @@ class CutAgreement:
             over -= self._unequal[1]
         for client in over:
             self._sessions.closed.pop(client, None)
-        part = self.kept.get(message.number)
+        part = self.parts_here.get(message.number)
         if part is None:
             return
         if message.complete:
@@ -612,12 +614,12 @@ class CutAgreement:
 
     def settle(self) -> None:
         """Keep this shard's part of the cut, if all is executed that is in it, and go on."""
-        ask = self._asked
+        ask = self._current_ask
         assert ask is not None
         if not self._reached():
             return
         clients = self.numbers()
-        part = self.kept[ask.number] = self._freeze(ask, clients)
+        part = self.parts_here[ask.number] = self._freeze(ask, clients)
         blocks = (*part.blocks, *part.tables) if ask.whole else ()
         whole = tuple(number for number, each in part.tables.items() if each.changed is None)
         self._done = CutDone(ask.number, self._shard, tuple(clients.items()), blocks, whole)
@@ -630,7 +632,9 @@ class CutAgreement:
 
     def _make_room(self, newest: ShardCut) -> None:
         """Let go of the cut for the checkpoint before, or of the oldest of all others."""
-        alike = [n for n, p in self.kept.items() if bool(p.checkpoint) == bool(newest.checkpoint)]
+        alike = [
+            n for n, p in self.parts_here.items() if bool(p.checkpoint) == bool(newest.checkpoint)
+        ]
         for number in alike[: -1 if newest.checkpoint else -CUTS_KEPT_MAX]:
             self.let_go(number)
 
@@ -647,12 +651,12 @@ class CutAgreement:
 
     def _go_on(self) -> None:
         """Stop no more: with this shard's part of the cut, or without."""
-        if self._asked is not None:
-            self._ended = self._asked.number
+        if self._current_ask is not None:
+            self._ended = self._current_ask.number
             self._longest_s = max(self._longest_s, self._now - self._stopped_at)
-        self._asked = self._at = None
+        self._current_ask = self._at = None
         self.stops = self.settling = self._ahead = False
-        self._outbox.append(GoOn())
+        self._outbox.append(CutReleased())
 
     # --- parts that are kept, and time -----------------------------------------------------------
 
@@ -666,7 +670,7 @@ class CutAgreement:
         Raises:
             UnknownName: it is not kept any more.
         """
-        part = self.kept.get(number)
+        part = self.parts_here.get(number)
         if part is None:
             raise UnknownName(
                 f"shard {self._shard} has let go of cut {number}, which was not read for "
@@ -685,16 +689,16 @@ class CutAgreement:
 
     def let_go(self, number: int) -> None:
         """Forget a part of a cut."""
-        part = self.kept.pop(number, None)
+        part = self.parts_here.pop(number, None)
         if part is not None:
             part.close()
 
     def forget(self, client: int) -> None:
         """A client has ended: nothing is kept for it."""
-        for number in [n for n, part in self.kept.items() if client and part.owner == client]:
+        for number in [n for n, part in self.parts_here.items() if client and part.owner == client]:
             self.let_go(number)
-        waiting = [each for each in self._wanted if each.ask.owner != client or not client]
-        self._wanted = deque(waiting)
+        waiting = [each for each in self._requests if each.ask.owner != client or not client]
+        self._requests = deque(waiting)
 
     def deadline_reached(self, now: float) -> None:
         """Repeat what was not answered; give up what takes too long."""
@@ -704,33 +708,33 @@ class CutAgreement:
         leading = self._leading
         if leading is not None:
             if leading.limit <= now:
-                wanted = leading.wanted
-                wanted.limit_s = min(2 * wanted.limit_s, CUT_LIMIT_MAX_S)
+                request = leading.request
+                request.limit_s = min(2 * request.limit_s, CUT_LIMIT_MAX_S)
                 self._give_up(leading)
             elif leading.repeat_at <= now:
                 self._tell_all()
-        elif self._wanted and self._retry_at <= now:
+        elif self._requests and self._retry_at <= now:
             self._begin_next()
         if self.stops and self._until <= now:
             self._go_on()
-        for number in [n for n, part in self.kept.items() if part.keep_until <= now]:
+        for number in [n for n, part in self.parts_here.items() if part.keep_until <= now]:
             self.let_go(number)
         self._plan()
 
     def _plan(self) -> None:
-        times = [part.keep_until for part in self.kept.values()]
+        times = [part.keep_until for part in self.parts_here.values()]
         if self.stops:
             times.append(self._until)
         if self.flush is not None:
             times.append(self.flush.until)
         if self._leading is not None:
             times.append(min(self._leading.limit, self._leading.repeat_at))
-        elif self._wanted:
+        elif self._requests:
             times.append(self._retry_at)
         self.deadline = min(times, default=None)
 
 
-def _highest(number: int, told: list[CutAt], left_out: Set[int] = frozenset()) -> CutTo:
+def _highest(number: int, positions: list[CutAt], left_out: Set[int] = frozenset()) -> CutTo:
     """Where a cut is: of each client the highest number, of each group the highest clock.
 
     Of a client that sends no more, or is left out, it has what each shard has.
@@ -738,37 +742,37 @@ def _highest(number: int, told: list[CutAt], left_out: Set[int] = frozenset()) -
     clients: dict[int, int] = {}
     clocks: dict[int, int] = {}
     ended = set(left_out)
-    for each in told:
+    for each in positions:
         for client, seq, ends in each.clients:
             clients[client] = max(clients.get(client, seq), seq)
             if ends:
                 ended.add(client)
         for group, clock in each.groups:
             clocks[group] = max(clocks.get(group, 0), clock)
-    kept = tuple((client, seq) for client, seq in clients.items() if client not in ended)
-    return CutTo(number, kept, tuple(clocks.items()))
+    remaining = tuple((client, seq) for client, seq in clients.items() if client not in ended)
+    return CutTo(number, remaining, tuple(clocks.items()))
 
 
-def _over(told: list[CutAt]) -> set[int]:
+def _over(positions: list[CutAt]) -> set[int]:
     """Clients that shards remember, and whose sessions have ended on all."""
-    ended = {client for each in told for client in each.closed}
-    opened = {c for each in told for c, _, _ in each.clients if c not in each.closed}
+    ended = {client for each in positions for client in each.closed}
+    opened = {c for each in positions for c, _, _ in each.clients if c not in each.closed}
     return ended - opened
 
 
-def _late(to: CutTo, told: list[CutAt]) -> dict[tuple[int, int], int]:
+def _late(to: CutTo, positions: list[CutAt]) -> dict[tuple[int, int], int]:
     """By client and shard, how far clients are that these shards have not all of, and still have a
     session with."""
     highest = dict(to.clients)
     return {
         (client, each.shard): seq
-        for each in told
+        for each in positions
         for client, seq, _ in each.clients
         if seq < highest.get(client, 0) and client not in each.closed
     }
 
 
-def _torn(parts: list[CutDone]) -> tuple[int, ...]:
+def _unequal_clients(parts: list[CutDone]) -> tuple[int, ...]:
     """Clients that shards have up to different numbers."""
     numbers: dict[int, set[int]] = {}
     for part in parts:
@@ -788,10 +792,12 @@ def _same_rows(leading: Leading) -> bool:
     return len({frozenset(blocks.intersection(p.whole)) for p in leading.parts.values()}) == 1
 
 
-def _taken(leading: Leading, part: ShardCut, torn: tuple[int, ...], left_out: str) -> CutTaken:
+def _report_of(
+    leading: Leading, part: ShardCut, clients: tuple[int, ...], left_out: str
+) -> CutTaken:
     """What the coordinator is told of a cut for a checkpoint."""
-    ask, versions = leading.wanted.ask, sum(part.versions.values())
+    ask, versions = leading.request.ask, sum(part.versions.values())
     blocks = tuple(sorted(_blocks(leading)))
     return CutTaken(
-        ask.checkpoint, ask.number, part.starts, torn, versions, blocks=blocks, left_out=left_out
+        ask.checkpoint, ask.number, part.starts, clients, versions, blocks=blocks, left_out=left_out
     )

@@ -117,9 +117,9 @@ class BlockCopy:
         rest = self.field(number)[start:]
         if self._block is None:
             return rest[: COPIED_PIECES * buffer.size]
-        found = rest[: buffer.size]
-        into = buffer[: found.size]
-        np.copyto(into, found)
+        elements = rest[: buffer.size]
+        into = buffer[: elements.size]
+        np.copyto(into, elements)
         return into
 
     def own_values(self) -> Array:
@@ -206,8 +206,8 @@ class ShardCut:
         self.complete = False
         self.torn: tuple[int, ...] = ()
         self.keep_until = 0.0
-        chosen = [groups[each] for each in groups if not ask.groups or each in ask.groups]
-        states = [machine.state for machine in chosen]
+        machines = [groups[each] for each in groups if not ask.groups or each in ask.groups]
+        states = [machine.state for machine in machines]
         self.versions = {state.id: state.version for state in states}
         self.clocks = {state.id: state.committed for state in states}
         self.starts = {state.name: state.start for state in states}
@@ -232,10 +232,15 @@ class ShardCut:
                 if state.table is not None
             }
             self.sums = {state.id: state.buffer.share() for state in states if state.buffer.count}
-            begun, self.begun = sessions.begun(clients), sessions.begun_marks(clients)
-            self.groups = tuple(group_record(each, begun.get(each.state.id, {})) for each in chosen)
-            found = sessions.by_client
-            self.sessions = tuple(session_record(found[each], clients[each]) for each in found)
+            steps_begun, self.begun = (
+                sessions.unfinished(clients),
+                sessions.unfinished_marks(clients),
+            )
+            self.groups = tuple(
+                group_record(each, steps_begun.get(each.state.id, {})) for each in machines
+            )
+            all_of = sessions.by_client
+            self.sessions = tuple(session_record(all_of[each], clients[each]) for each in all_of)
             self.left_out = ranks_left(sessions)
             self.members = tuple(sessions.members.values())
             self.members_number = sessions.members_number
@@ -252,14 +257,14 @@ class ShardCut:
         self, group: int, blocks: Mapping[int, ShardBlock | KeyedBlock]
     ) -> dict[int, Sum | RowSum]:
         """What the buffer of a group has, by block, for a shard that goes on from it."""
-        made = dict[int, Sum | RowSum]()
+        sums = dict[int, Sum | RowSum]()
         for number, each in self.sums.get(group, {}).items():
-            own = made[number] = each.share()
+            own = sums[number] = each.share()
             if isinstance(own, RowSum):
                 block = blocks[number]
                 assert isinstance(block, KeyedBlock)
                 own.block = block
-        return made
+        return sums
 
     def values(self) -> dict[int, Array]:
         """The values of all dense blocks, in memory that nothing else changes.
@@ -275,12 +280,12 @@ class ShardCut:
         Raises:
             UnknownName: the cut does not have it.
         """
-        found = self.blocks.get(number)
-        if found is None:
+        copy = self.blocks.get(number)
+        if copy is None:
             raise UnknownName(
                 f"cut {self.number} has no block {number}", fix="take another cut, of its group"
             )
-        return found
+        return copy
 
     def close(self) -> None:
         """The cut is not needed any more."""

@@ -79,15 +79,15 @@ class SessionRecord(Struct, frozen=True):
     ticks: dict[int, int]
 
 
-def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord:
+def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupRecord:
     """A group as it is now.
 
     Args:
-        begun: by rank, the clock of a step that is in the values, of a call that is not over.
+        unfinished: by rank, the clock of a step that is in the values, of a call that is not over.
     """
     state, members, changing = machine.state, machine.state.members, machine.policies.changing
     changes = state.changes
-    lost = state.unapplied
+    failure = state.unapplied
     undecided = changing is not None and changing.decided is None
     return GroupRecord(
         state.id,
@@ -95,7 +95,7 @@ def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord
         state.version,
         state.committed,
         tuple((each.clock, spec(each.policy)) for each in (changes.first, *changes.later)),
-        tuple(changes.taken),
+        tuple(changes.history),
         (changing.number, changing.policy) if changing is not None and undecided else None,
         tuple((rank, *by) for rank, by in sorted(members.joined.items())),
         tuple(sorted(members.every_clock().items())),
@@ -105,12 +105,12 @@ def group_record(machine: GroupMachine, begun: Mapping[int, int]) -> GroupRecord
         tuple(sorted(state.dropped.items())),
         tuple((client, *mark) for client, mark in state.marks.items()),
         tuple((rank, *note) for rank, both in sorted(state.notes.items()) for note in both),
-        tuple(sorted(state.brought_by.items())),
+        tuple(sorted(state.last_sender.items())),
         state.buffer.count,
         state.buffer.large,
         dict(state.saved.by_rank),
-        tuple(sorted({**state.ahead, **begun}.items())),
-        None if lost is None else (type(lost).__name__, lost.failed, lost.fix),
+        tuple(sorted({**state.already_applied, **unfinished}.items())),
+        None if failure is None else (type(failure).__name__, failure.failed, failure.fix),
     )
 
 
@@ -127,6 +127,6 @@ def session_record(session: ShardSession, last: int) -> SessionRecord:
         session.requests,
         last,
         tuple(outcomes[seq] for seq in sorted(outcomes)),
-        dict(session.told),
+        dict(session.policy_numbers),
         dict(session.ticks),
     )

@@ -82,8 +82,8 @@ class DecisionLog:
 
     def on_acknowledge(self, shard: int, number: int) -> None:
         """On the lead: a shard has applied the entries up to this one."""
-        known = self._highest.get(shard)
-        if known is None or not known < number <= self.number:
+        highest = self._highest.get(shard)
+        if highest is None or not highest < number <= self.number:
             return
         self._highest[shard] = number
         least = min(self._highest.values())
@@ -130,7 +130,7 @@ class DecisionLog:
         for number, (decision, repeat_at) in self._pending.items():
             if repeat_at <= now:
                 self._pending[number] = decision, now + self._resend_s
-                behind = [each for each, known in self._highest.items() if known < number]
+                behind = [each for each, highest in self._highest.items() if highest < number]
                 self._outbox.extend([Send(shard, LogEntry(number, decision)) for shard in behind])
         times = [repeat_at for _, repeat_at in self._pending.values()]
         self.deadline = min(times, default=None)

@@ -196,7 +196,7 @@ def _lay(deltas: list[Bytes], out: Bytes) -> None:
         at = end
 
 
-class Taken(NamedTuple):
+class CopyUpdate(NamedTuple):
     """What a part of an answer makes of a reader's copy.
 
     Attributes:
@@ -232,7 +232,7 @@ class DeltaReader:
         """What it has."""
         return Position() if self._has is None else self._has[0]
 
-    def read(self, data: Bytes) -> Taken:
+    def read(self, data: Bytes) -> CopyUpdate:
         """What the part of an answer with which these bytes begin makes of the copy.
 
         Args:
@@ -250,31 +250,31 @@ class DeltaReader:
             return self._read_whole(Position(stream, last), rest)
         return self._read_deltas(Position(stream, last), first, rest)
 
-    def keep(self, taken: Taken) -> None:
+    def keep(self, update: CopyUpdate) -> None:
         """Make that the copy."""
         before = self._has
-        if before is not None and before[1] is taken.values:
+        if before is not None and before[1] is update.values:
             return
-        self._has = taken.position, taken.values  # at once: an interrupt comes before or after
+        self._has = update.position, update.values  # at once: an interrupt comes before or after
         self._spare = None if before is None else before[1]
 
     def _memory(self) -> Floats:
         spare = self._spare
         return spare if spare is not None else np.empty(self._size, np.float32)
 
-    def _read_whole(self, position: Position, data: Bytes) -> Taken:
+    def _read_whole(self, position: Position, data: Bytes) -> CopyUpdate:
         nbytes = 4 * self._size
         if data.size < nbytes:
             raise ValueError(f"{data.size} bytes came where values of {nbytes} lie")
         if self._has is not None:
             has, copy = self._has
             if has.stream == position.stream and has.number >= position.number:
-                return Taken(has, copy, HEAD_BYTES + nbytes)
+                return CopyUpdate(has, copy, HEAD_BYTES + nbytes)
         values = self._memory()
         values[...] = data[:nbytes].view(np.float32)
-        return Taken(position, values, HEAD_BYTES + nbytes)
+        return CopyUpdate(position, values, HEAD_BYTES + nbytes)
 
-    def _read_deltas(self, position: Position, first: int, data: Bytes) -> Taken:
+    def _read_deltas(self, position: Position, first: int, data: Bytes) -> CopyUpdate:
         if self._has is None:
             raise ValueError("deltas came, and nothing was there before")
         (stream, number), copy = self._has
@@ -288,7 +288,7 @@ class DeltaReader:
         deltas, nbytes = self._split(data, position.number - first)
         newer = deltas[number - first :]
         if not newer:  # an answer that was sent later has come before
-            return Taken(self._has[0], copy, HEAD_BYTES + nbytes)
+            return CopyUpdate(self._has[0], copy, HEAD_BYTES + nbytes)
         values = self._memory()
         self._codec.decode(newer[0], values)
         scratch = np.empty(self._size, np.float32) if newer[1:] else values
@@ -297,21 +297,21 @@ class DeltaReader:
             for each in newer[1:]:
                 self._codec.decode(each, scratch)
                 np.add(values, scratch, out=values)
-        return Taken(position, values, HEAD_BYTES + nbytes)
+        return CopyUpdate(position, values, HEAD_BYTES + nbytes)
 
     def _split(self, data: Bytes, count: int) -> tuple[list[Bytes], int]:
         """So many deltas, and the bytes of all."""
         most, at = self._codec.size(self._size), 0
-        found: list[Bytes] = []
+        deltas: list[Bytes] = []
         for _ in range(count):
             if data.size - at < LENGTH_BYTES:
-                raise ValueError(f"{count} deltas were told, and {len(found)} came")
+                raise ValueError(f"{count} deltas were told, and {len(deltas)} came")
             (length,) = _words(data[at:], 1).tolist()
             at += LENGTH_BYTES
             if not 0 <= length <= min(most, data.size - at):
                 raise ValueError(f"a delta of {length} bytes, of which {data.size - at} came")
-            found.append(data[at : at + length])
+            deltas.append(data[at : at + length])
             at += _padded(length)
         if at > data.size:
             raise ValueError(f"the last delta ends behind the {data.size} bytes that came")
-        return found, at
+        return deltas, at

@@ -110,20 +110,20 @@ class Directory:
     ) -> Directory:
         """A directory of saved blocks, which are cut anew where they were on another number of
         shards. What was not defined then is open."""
-        made = cls(shards, policy)
+        directory = cls(shards, policy)
         for each in records:
             spec, stage = each.spec, Stage(each.stage)
             if spec.table is None and len(spec.cuts) != shards + 1:
-                cuts = made._cuts(spec, each.whole_tensors)
+                cuts = directory._cuts(spec, each.whole_tensors)
                 spec = structs.replace(spec, cuts=cuts)
             saved = stage is Stage.DEFINED
             entry = Entry(spec, each.attempt, 0, stage, each.nth, each.whole_tensors, saved)
-            made._groups[spec.group_name] = spec.group
-            made._entries.append(entry)
+            directory._groups[spec.group_name] = spec.group
+            directory._entries.append(entry)
             if stage is not Stage.REFUSED:
-                made._policies.setdefault(spec.group_name, spec.consistency)
-                made._enter(entry)
-        return made
+                directory._policies.setdefault(spec.group_name, spec.consistency)
+                directory._enter(entry)
+        return directory
 
     def records(self, saved: Collection[int]) -> tuple[BlockRecord, ...]:
         """All blocks, to be saved; defined are those of these numbers that are defined now."""
@@ -143,7 +143,7 @@ class Directory:
             ParamServeError: the tensors cannot be placed. In both cases nothing was applied.
         """
         self._check_policy(call)
-        entry = self._known(call)
+        entry = self._existing(call)
         if entry is not None and entry.stage is Stage.DEFINED:
             return entry.spec, 0
         if not call.define:
@@ -171,8 +171,8 @@ class Directory:
     def _free(self, entry: Entry) -> None:
         entry.stage = Stage.REFUSED
         spec = entry.spec
-        left = [each for each in self._entries if each.stage is not Stage.REFUSED]
-        if all(each.spec.group != spec.group for each in left):
+        remaining = [each for each in self._entries if each.stage is not Stage.REFUSED]
+        if all(each.spec.group != spec.group for each in remaining):
             del self._policies[spec.group_name]
         for piece in spec.pieces:
             del self._by_name[spec.group_name, piece.name]
@@ -199,10 +199,10 @@ class Directory:
         ready = [entry.spec for entry in self._entries if entry.stage is Stage.DEFINED]
         if names is None:
             return tuple(ready)
-        wanted = set(names)
-        found = [s for s in ready if any(piece.name in wanted for piece in s.pieces)]
-        have = {piece.name for spec in found for piece in spec.pieces}
-        return tuple(found) if wanted <= have else None
+        requested = set(names)
+        specs = [s for s in ready if any(piece.name in requested for piece in s.pieces)]
+        have = {piece.name for spec in specs for piece in spec.pieces}
+        return tuple(specs) if requested <= have else None
 
     def _check_policy(self, call: PlaceBlock) -> None:
         """Refuse another policy than the group's; a call without one takes the group's."""
@@ -210,14 +210,14 @@ class Directory:
             return
         theirs = self._policies[call.group]
         if call.consistency != (self._policy if theirs is None else theirs):
-            found = differences.of_policies(theirs, call.consistency)
+            diff = differences.of_policies(theirs, call.consistency)
             raise DefineMismatch(
-                f"group {call.group!r} is defined with {found.known}, now {found.came} came",
+                f"group {call.group!r} is defined with {diff.existing}, now {diff.incoming} came",
                 fix="give a group's policy with its first define, and everywhere the same one; "
                 "client.set_consistency changes it later",
             )
 
-    def _known(self, call: PlaceBlock) -> Entry | None:
+    def _existing(self, call: PlaceBlock) -> Entry | None:
         entries = {
             id(entry): entry
             for piece in call.pieces
@@ -228,13 +228,13 @@ class Directory:
             self._check_order(call)
             return None
         entry = next(iter(entries.values()))
-        spec, found = entry.spec, list[Difference]()
+        spec, mismatches = entry.spec, list[Difference]()
         if len(entries) > 1 or spec.pieces != call.pieces:
-            found.append(differences.of_pieces(spec.pieces, call.pieces))
+            mismatches.append(differences.of_pieces(spec.pieces, call.pieces))
         if spec.table != call.table:
-            found.append(differences.of_tables(spec.table, call.table))
+            mismatches.append(differences.of_tables(spec.table, call.table))
         if (spec.dtype, spec.half) != (call.dtype, call.half):
-            found.append(Difference("dtype", spec.half or spec.dtype, call.half or call.dtype))
+            mismatches.append(Difference("dtype", spec.half or spec.dtype, call.half or call.dtype))
         theirs, ours = entry.spec.rule, call.rule
         if not call.define and theirs is not None and ours is not None:
             # A client that waits sends its hyper-parameters with each push.
@@ -242,18 +242,18 @@ class Directory:
         else:
             same = theirs == ours
         if not same:
-            found.append(differences.of_rules(theirs, ours))
+            mismatches.append(differences.of_rules(theirs, ours))
         codecs = [
-            differences.of_codecs(what, known, came)
-            for what, known, came in (
+            differences.of_codecs(what, existing, incoming)
+            for what, existing, incoming in (
                 ("the codec of pushes", spec.push, call.push),
                 ("the codec of pulls", spec.pull, call.pull),
             )
-            if known != came
+            if existing != incoming
         ]
-        if found or codecs:
+        if mismatches or codecs:
             raise _mismatch(
-                call, entry, [*found, *codecs], DefineMismatch if found else CodecMismatch
+                call, entry, [*mismatches, *codecs], DefineMismatch if mismatches else CodecMismatch
             )
         return entry
 
@@ -265,12 +265,12 @@ class Directory:
             same = call.nth >= 0 and (spec.group_name, entry.nth) == (call.group, call.nth)
             if same and entry.stage is not Stage.REFUSED:
                 names = [p.name for p in spec.pieces], [p.name for p in call.pieces]
-                found = differences.of_names(*names)
+                diff = differences.of_names(*names)
                 if entry.saved:
-                    raise _mismatch(call, entry, [found])
+                    raise _mismatch(call, entry, [diff])
                 raise DefineMismatch(
                     f"the ranks have other names for block {call.nth} of group {call.group!r}: it "
-                    f"is defined with {found.what} {found.known}, now {found.came} came",
+                    f"is defined with {diff.what} {diff.existing}, now {diff.incoming} came",
                     fix="build the same model on all ranks, wrap it on all or on none, and give "
                     "the same codecs",
                 )
@@ -283,9 +283,9 @@ class Directory:
                 continue
             if spec.table is not None or call.table is not None:
                 what = "a table" if spec.table is not None else "a group of tensors"
-                came = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
+                tensors = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
                 raise DefineMismatch(
-                    f"{call.group!r} is the name of {what}; now {came} came to it",
+                    f"{call.group!r} is the name of {what}; now {tensors} came to it",
                     fix="give each table a name of its own, that no group of tensors has",
                 )
             return
@@ -323,12 +323,12 @@ class Directory:
         self._enter(entry)
         return entry
 
-    def _cuts(self, asked: PlaceBlock | BlockSpec, whole_tensors: bool) -> tuple[int, ...]:
+    def _cuts(self, placement: PlaceBlock | BlockSpec, whole_tensors: bool) -> tuple[int, ...]:
         """Where a new block is cut."""
-        pieces = asked.pieces
+        pieces = placement.pieces
         at = borders(pieces) if whole_tensors else None
-        sent = HALVES.get(asked.half or "", np.dtype(asked.dtype))
-        return cut(size_of(pieces), sent.itemsize, self._loads, at)
+        wire_dtype = HALVES.get(placement.half or "", np.dtype(placement.dtype))
+        return cut(size_of(pieces), wire_dtype.itemsize, self._loads, at)
 
     def _enter(self, entry: Entry) -> None:
         """Let a block's names be known."""
@@ -342,8 +342,8 @@ def _saved(entry: Entry, saved: Collection[int]) -> str:
     stage = Stage.OPEN
     if entry.stage is Stage.REFUSED or (entry.stage is Stage.DEFINED and entry.spec.block in saved):
         stage = entry.stage
-    told: str = stage.value
-    return told
+    text: str = stage.value
+    return text
 
 
 def _is_table(call: PlaceBlock) -> bool:
@@ -361,7 +361,7 @@ def _texts(rule: RuleSpec) -> dict[str, str]:
 def _mismatch(
     call: PlaceBlock,
     entry: Entry,
-    found: Sequence[Difference],
+    mismatches: Sequence[Difference],
     kind: type[DefineMismatch] = DefineMismatch,
 ) -> DefineMismatch:
     """The error for a define that differs from what is there in all of this."""
@@ -369,7 +369,9 @@ def _mismatch(
     if len(call.pieces) > NAMED_MAX:  # the first ones may be those that do not differ
         names = f"a block of {len(entry.spec.pieces)} tensors"
     there = "is in the checkpoint" if entry.saved else "is defined"
-    told = "; ".join(f"with {each.what} {each.known}, now {each.came} came" for each in found)
+    listing = "; ".join(
+        f"with {each.what} {each.existing}, now {each.incoming} came" for each in mismatches
+    )
     fix = "define a name with one shape, dtype, rule and group, or choose another name"
     if kind is CodecMismatch:
         fix = "give the same codecs on all ranks, and after a resume those of before"
@@ -378,10 +380,10 @@ def _mismatch(
             "go on with the model and the rule that were saved, or begin anew without resume=; "
             "another learning rate is set after worker.optimizer, in optimizer.param_groups"
         )
-    return kind(f"{names} in group {entry.spec.group_name!r} {there} {told}", fix=fix)
+    return kind(f"{names} in group {entry.spec.group_name!r} {there} {listing}", fix=fix)
 
 
-def _known(described: CodecSpec | None) -> Codec | None:
+def _existing(described: CodecSpec | None) -> Codec | None:
     """A codec that is built in; None: only the servers may know it, and else refuse it."""
     with contextlib.suppress(UnknownCodec):
         return codec_of(described)
@@ -395,7 +397,7 @@ def why_not_encoded(call: PlaceBlock) -> str | None:
         return None
     names = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
     try:
-        push, pull = _known(call.push), _known(call.pull)
+        push, pull = _existing(call.push), _existing(call.pull)
     except ValueError as error:
         return str(error)
     if call.table is not None:

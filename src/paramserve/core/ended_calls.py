@@ -28,10 +28,10 @@ class EndedCalls:
     def collect(self, session: ShardSession, now: float) -> None:
         """A session is fenced: where the step that it holds is collected, collect what it has sent
         of the same call for other clocks."""
-        held = session.held
-        if held is None or type(held.message) is not Step or not self._has(held.message):
+        last = session.held
+        if last is None or type(last.message) is not Step or not self._has(last.message):
             return
-        step = held.message
+        step = last.message
         for request in session.queue:
             following = request.message
             if step.more is None or type(following) is not Step:
@@ -43,7 +43,7 @@ class EndedCalls:
                 return
             answer = machine.step(session, request, now)
             assert answer is None, "a step that is collected is answered by its commit"
-            session.held = held
+            session.held = last
 
     def hold(self, session: ShardSession, request: Request) -> Step:
         """The turn of a request of a fenced session has come: hold it, if it is a step that is
@@ -69,5 +69,5 @@ class EndedCalls:
 
 def can_collect(state: GroupState, rank: int, step: Step) -> bool:
     """Whether a step for a clock of a group can be collected now."""
-    known = rank in state.members.clocks and rank not in state.collect.pending
-    return known and step.clock == state.committed and state.changes.paused is None
+    collects = rank in state.members.clocks and rank not in state.collect.pending
+    return collects and step.clock == state.committed and state.changes.paused is None

@@ -125,13 +125,13 @@ class Counted(Struct, frozen=True):
     seq: int
 
 
-class LookAgain(Struct, frozen=True):
+class RecheckHeld(Struct, frozen=True):
     """Execute the waiting requests of a group again: something has changed that they wait for."""
 
     group: int
 
 
-class Tell(Struct, frozen=True):
+class NotifyCoordinator(Struct, frozen=True):
     """Tell the coordinator."""
 
     message: CutTaken
@@ -143,11 +143,11 @@ class Stop(Struct, frozen=True):
     flush: int
 
 
-class GoOn(Struct, frozen=True):
+class CutReleased(Struct, frozen=True):
     """Execute what waits behind a cut, as far as it is allowed now."""
 
 
-GroupEffect = Reply | Send | Enter | Counted | LookAgain | Tell | Stop | GoOn
+GroupEffect = Reply | Send | Enter | Counted | RecheckHeld | NotifyCoordinator | Stop | CutReleased
 """What the machine of a group, or a cut, asks of its shard."""
 
 

@@ -75,17 +75,17 @@ class Flush:
         """As `Done.flush`."""
         self._sessions = sessions
         self._groups = groups
-        self._begun: dict[int, int] = {}
+        self._clocks_before: dict[int, int] = {}
         """By group, its clock when a request was last made."""
         self._ask(1)
 
     def _ask(self, ahead: int) -> None:
         """Name the group that collects, has something left out and has stepped most since the last
         request, and a clock so far ahead."""
-        clocks, begun = self._clocks(), self._begun
-        self._begun = clocks
+        clocks, before = self._clocks(), self._clocks_before
+        self._clocks_before = clocks
         if clocks:
-            group = max(sorted(clocks), key=lambda n: clocks[n] - begun.get(n, clocks[n]))
+            group = max(sorted(clocks), key=lambda n: clocks[n] - before.get(n, clocks[n]))
             self.request = self.number, group, clocks[group] + ahead
         else:
             self.request = self.number, NO_GROUP, 0
@@ -98,9 +98,9 @@ class Flush:
 
     def _is_passed_over(self, group: int) -> bool:
         """Whether another group steps, and this one does not: no worker may step it any more."""
-        clocks, begun = self._clocks(), self._begun
-        moved = any(clocks[n] > begun.get(n, clocks[n]) + 1 for n in clocks)
-        return moved and clocks.get(group) == begun.get(group)
+        clocks, before = self._clocks(), self._clocks_before
+        moved = any(clocks[n] > before.get(n, clocks[n]) + 1 for n in clocks)
+        return moved and clocks.get(group) == before.get(group)
 
     def is_over(self) -> bool:
         """Whether there is nothing to wait for, outside of a commit that stops the shard. Where the

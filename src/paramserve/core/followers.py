@@ -84,11 +84,11 @@ class Followers:
     def leave(self, rank: int, group: int) -> None:
         """A rank suspends its membership of a group, or joins it: of its entry, or of one that
         follows."""
-        known = self.joiners.pop(rank, None)
-        if known is not None and known.entry != group:
-            others = tuple(each for each in known.others if each != group)
+        joiner = self.joiners.pop(rank, None)
+        if joiner is not None and joiner.entry != group:
+            others = tuple(each for each in joiner.others if each != group)
             if others:
-                self.joiners[rank] = known._replace(others=others)
+                self.joiners[rank] = joiner._replace(others=others)
 
     def keep(self, clients: Collection[int]) -> None:
         """Forget joiners of other clients than these."""
@@ -105,20 +105,20 @@ class Followers:
             clock: the one that comes next.
             collects: whether gradients of the one that was ended were collected.
         """
-        known, entry = self.joiners.get(rank), self._state_of(group)
-        if known is None or known.entry != group or known.client != client or entry is None:
+        joiner, entry = self.joiners.get(rank), self._state_of(group)
+        if joiner is None or joiner.entry != group or joiner.client != client or entry is None:
             return []
         del self.joiners[rank]
         members = []
-        for number in known.others:
+        for number in joiner.others:
             state = self._state_of(number)
             if state is not None:
                 own = state.members.clock_of(rank, state.start)  # it does not go back
                 at = self._where(entry, state, rank, clock, collects=collects)
                 if at is not None and own > at:
-                    ahead = Round(group, clock + own - at, own, known.seq)
+                    ahead = Round(group, clock + own - at, own, joiner.seq)
                     self._session_of(rank).rounds[number] = ahead
-                members.append(Enter(rank, client, known.seq, number, max(own, at or 0)))
+                members.append(Enter(rank, client, joiner.seq, number, max(own, at or 0)))
         return members
 
     def round_of(self, rank: int, group: GroupState, others: Iterable[GroupState]) -> Round | None:
@@ -128,11 +128,11 @@ class Followers:
         Args:
             others: of the cluster.
         """
-        known = [e for e in others if e.id != group.id and e.waits and rank in e.clocks]
-        if group.collects or not (group.waits and known):
+        others_waiting = [e for e in others if e.id != group.id and e.waits and rank in e.clocks]
+        if group.collects or not (group.waits and others_waiting):
             return None
         ticks = self._session_of(rank).ticks
-        last = max(known, key=lambda each: (each.collects, ticks.get(each.id, 0)))
+        last = max(others_waiting, key=lambda each: (each.collects, ticks.get(each.id, 0)))
         if not (last.collects or last.id in ticks):
             return None
         clock = last.clocks[rank]
@@ -158,12 +158,12 @@ class Followers:
             both, key=lambda each: (not sessions[each].ticks, abs(entry.clocks[each] - clock))
         )
         session = sessions[near]
-        begun = self._round_to_come(near, other, entry)
-        if begun is not None:  # it comes there with steps that end no clock
-            return begun.at + clock - begun.clock
-        begun = self._round_to_come(near, entry, other)
-        if begun is not None:  # so it does to the entry, which it steps after this one
-            return begun.clock - 1 + clock - begun.at
+        round_to_come = self._round_to_come(near, other, entry)
+        if round_to_come is not None:  # it comes there with steps that end no clock
+            return round_to_come.at + clock - round_to_come.clock
+        round_to_come = self._round_to_come(near, entry, other)
+        if round_to_come is not None:  # so it does to the entry, which it steps after this one
+            return round_to_come.clock - 1 + clock - round_to_come.at
         between = session.ticks.get(entry.id, 0) > session.ticks.get(other.id, 0)
         between = between and near not in entry.collect.pending  # this one is not ended
         return other.clocks[near] - (not between) + clock - entry.clocks[near]
@@ -172,7 +172,7 @@ class Followers:
         """Where a rank is in a group that has followed this entry, while its steps there end no
         clock."""
         session = self._session_of(rank)
-        known = session.rounds.get(group.id)
-        if known is None or known.entry != entry.id:
+        candidate = session.rounds.get(group.id)
+        if candidate is None or candidate.entry != entry.id:
             return None
-        return known if known.seq > session.ticks.get(group.id, 0) else None
+        return candidate if candidate.seq > session.ticks.get(group.id, 0) else None

@@ -20,7 +20,7 @@ from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
 from paramserve.core import collecting, group_waits, policy_calls, stepping
 from paramserve.core.commit import Contribution, Lead
 from paramserve.core.decisions import LEAD, DecisionLog
-from paramserve.core.events import Counted, GroupEffect, LookAgain, Reply, Send, Stop
+from paramserve.core.events import Counted, GroupEffect, RecheckHeld, Reply, Send, Stop
 from paramserve.core.followers import Followers
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_reads import GroupReads
@@ -98,7 +98,7 @@ class GroupMachine:
         self._replies = replies
         self._outbox = outbox
         self._looking = False
-        """Whether `LookAgain` is in the outbox."""
+        """Whether `RecheckHeld` is in the outbox."""
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class GroupMachine:
         answer: Answer | None
         if not steps:
             answer = self._read(session, request)
-        elif rank in state.ahead and wrong is None and state.has_step(rank, step):
+        elif rank in state.already_applied and wrong is None and state.has_step(rank, step):
             answer = self._apply(session, request, [], epoch, None)  # nothing a second time
         elif epoch.policy.collects:
             answer = self._collect(session, request, parts, wrong)
@@ -246,13 +246,13 @@ class GroupMachine:
         message = answer.message
         if type(message) is not Done and type(message) is not Values:
             return answer
-        state, taken = self.state, self.state.changes.taken
-        if taken:
-            told = session.told.get(state.id, 0)
-            if told < taken[-1].number:
+        state, changes = self.state, self.state.changes.history
+        if changes:
+            number = session.policy_numbers.get(state.id, 0)
+            if number < changes[-1].number:
                 if type(message) is Done:
-                    session.told[state.id] = taken[-1].number
-                news = tuple(each for each in taken if each.number > told)
+                    session.policy_numbers[state.id] = changes[-1].number
+                news = tuple(each for each in changes if each.number > number)
                 message = structs.replace(message, news=news)
         return answer if message is answer.message else structs.replace(answer, message=message)
 
@@ -285,7 +285,7 @@ class GroupMachine:
                 self.hold(session, request)
                 session.done = done
                 return None
-            if epoch.policy.keeps_reads or state.reads.kept:
+            if epoch.policy.keeps_reads or state.reads.by_rank:
                 self.reads.keep(epoch, rank, step.pull)
             exact = epoch.policy.collects
         if done is None:
@@ -332,7 +332,7 @@ class GroupMachine:
         """Something has changed that waiting requests may wait for."""
         if (self.waiting or self.reads.waiting) and not self._looking:
             self._looking = True
-            self._outbox.append(LookAgain(self.state.id))
+            self._outbox.append(RecheckHeld(self.state.id))
 
     def take_waiting(self) -> list[ShardSession]:
         """The sessions whose requests are to be executed again; they wait no more."""
@@ -343,20 +343,20 @@ class GroupMachine:
 
     def let_go(self, session: ShardSession) -> None:
         """Refuse what a fenced session waits for; what is collected waits for its commit."""
-        held = session.held
-        if held is None or self.state.collect.has_step(held.message):
+        request = session.held
+        if request is None or self.state.collect.has_step(request.message):
             return
         self.waiting.pop(session.client, None)
         error = session.fenced()
-        pushed = session.done is not None and isinstance(held.message, Step)
+        pushed = session.done is not None and isinstance(request.message, Step)
         error.applied = "yes" if pushed else "no"
-        self._outbox.append(Reply(session, Answer(refusal(held.message.seq, error))))
+        self._outbox.append(Reply(session, Answer(refusal(request.message.seq, error))))
 
     def _let_go_of(self, older: Contribution) -> None:
         """Refuse a step of an ended rank that is collected no more. One that waits behind another
         step of its session is refused when its turn comes."""
-        held = older.session.held
-        if held is not None and held.message is older.step:
+        request = older.session.held
+        if request is not None and request.message is older.step:
             self.let_go(older.session)
 
     def forget(self, client: int) -> None:
@@ -462,18 +462,18 @@ class GroupMachine:
 
     def _forget_votes(self) -> None:
         """Other members decide the present clock: all shards vote again."""
-        self.state.collect.sent = None
+        self.state.collect.last_vote = None
         if self.lead is not None:
             self.lead.forget_votes()
 
     def inquire(self, client: int) -> Waiting:
         """What a client of this group waits for, and which ranks."""
         session = self.waiting.get(client)
-        held: Request | ReadRequest | None = None if session is None else session.held
-        read = self.reads.first_of(client) if held is None else None
+        request: Request | ReadRequest | None = None if session is None else session.held
+        read = self.reads.first_of(client) if request is None else None
         if read is not None:
-            session, held = read
-        return group_waits.waiting(self.state, session, held, shard=self.shard)
+            session, request = read
+        return group_waits.waiting(self.state, session, request, shard=self.shard)
 
     # --- synchronous clocks ----------------------------------------------------------------------
 
@@ -498,7 +498,7 @@ class GroupMachine:
         assert type(step) is Step
         if step.tick and rank in state.members.clocks:
             if step.clock < state.committed:
-                state.brought_by[rank] = session.client
+                state.last_sender[rank] = session.client
                 if self._followers.joiners:
                     self._end_clock(session, state.committed)
                 if wrong is not None:
@@ -514,7 +514,7 @@ class GroupMachine:
                 if answer is not None:
                     return answer
             older = collect.pending.get(rank)
-            first = session.incarnation > 1 and state.brought_by.get(rank) != session.client
+            first = session.incarnation > 1 and state.last_sender.get(rank) != session.client
             if first and older is not None and step.clock == state.committed:
                 collect.supersede(rank)
                 self._let_go_of(older)
@@ -526,13 +526,13 @@ class GroupMachine:
         collecting.collect(state, session, request, parts, refused)
         if wrong is not None:
             collect.pending[rank].unapplied = wrong is state.unapplied
-        state.brought_by[rank] = session.client
-        state.came(rank)
+        state.last_sender[rank] = session.client
+        state.on_contribution(rank)
         session.held = request
-        if collect.sent is not None and (
+        if collect.last_vote is not None and (
             state.at(state.committed).policy.partial or collect.has(state.members.clocks)
         ):
-            collect.sent = None  # The lead is told of what has come since.
+            collect.last_vote = None  # The lead is told of what has come since.
         self._maybe_vote()
         self.replan()
         return None
@@ -565,7 +565,7 @@ class GroupMachine:
         assert self.lead is not None, "the only shard leads all groups"
         self.lead.last = commit
         state.commit()
-        state.brought_by[rank] = session.client
+        state.last_sender[rank] = session.client
         if self.waiting or self.reads.waiting:
             self.look_again()
         done = Done(step.seq, state.version, state.members.slowest)
@@ -574,7 +574,7 @@ class GroupMachine:
     def _maybe_vote(self) -> None:
         """Tell the lead that the gradients of this clock that its policy waits for are here."""
         state, collect = self.state, self.state.collect
-        if not collect.pending or collect.sent is not None:
+        if not collect.pending or collect.last_vote is not None:
             return
         epoch = state.at(state.committed) if state.changes.later else state.changes.first
         if not epoch.policy.collects:
@@ -600,21 +600,21 @@ class GroupMachine:
         if failed is not None and not vote.refusal:
             text = (type(failed).__name__, failed.failed, failed.fix)
             vote = structs.replace(vote, refusal=text)
-        collect.sent = vote
+        collect.last_vote = vote
         collect.due = None
         collect.repeat_at = self.state.now + self._resend_s
         self._outbox.append(Send(LEAD, vote))
 
-    def _repeat_vote(self, sent: Vote) -> None:
+    def _repeat_vote(self, vote: Vote) -> None:
         """Tell the lead again. Proposals of before may have made each shard's part smaller in
         another way, until what all have is too little for the clock: so all that is here by now."""
         collect = self.state.collect
         clients = collect.clients()
-        if set(sent.contributors) != set(clients):
+        if set(vote.contributors) != set(clients):
             self._send_vote(clients)
             return
         collect.repeat_at = self.state.now + self._resend_s
-        self._outbox.append(Send(LEAD, sent))
+        self._outbox.append(Send(LEAD, vote))
 
     def _on_vote(self, message: Vote) -> None:
         if self.lead is None:
@@ -649,7 +649,7 @@ class GroupMachine:
     def _on_prepare(self, message: Prepare) -> None:
         state, collect = self.state, self.state.collect
         partial = state.at(state.committed).policy.partial
-        settled = collect.sent is not None or collect.has(state.members.clocks)
+        settled = collect.last_vote is not None or collect.has(state.members.clocks)
         # Of a rank that still counts, this shard and another have two incarnations'.
         differs = not partial and any(
             rank in state.members.clocks and each.session.client not in message.contributors
@@ -657,9 +657,9 @@ class GroupMachine:
         )
         if message.clock == state.committed and settled and not differs:
             agreed = tuple([c for c in collect.clients() if c in message.contributors])
-            if collect.sent is not None and collect.sent.contributors == agreed:
+            if collect.last_vote is not None and collect.last_vote.contributors == agreed:
                 # The lead may decide by it now: the update that was prepared for it is kept.
-                self._outbox.append(Send(LEAD, collect.sent))
+                self._outbox.append(Send(LEAD, collect.last_vote))
             else:
                 self._send_vote(agreed)
 
@@ -670,34 +670,36 @@ class GroupMachine:
         collected = collect.everything()
         if state.unapplied is not None and any(each.unapplied for each in collected):
             state.unapplied = None
-        chosen, prepared = collect.chosen(commit.contributors), collect.prepared
+        contributions, prepared = collect.of_clients(commit.contributors), collect.prepared
         collect.clear()
-        failure = collecting.apply_commit(state, commit, chosen, prepared)
+        failure = collecting.apply_commit(state, commit, contributions, prepared)
         flush = 0
-        for rank in chosen:  # also of clients that have ended since
-            if chosen[rank].step.flush and not flush:  # before anything that is sent behind it
-                flush = collecting.flush_of(state, chosen)
+        for rank in contributions:  # also of clients that have ended since
+            if (
+                contributions[rank].step.flush and not flush
+            ):  # before anything that is sent behind it
+                flush = collecting.flush_of(state, contributions)
                 self._outbox.append(Stop(flush))
-            if chosen[rank].step.mark is not None:
-                state.mark(chosen[rank].session.client, chosen[rank].step.mark)
+            if contributions[rank].step.mark is not None:
+                state.mark(contributions[rank].session.client, contributions[rank].step.mark)
         state.commit()
         if self._followers.joiners:
             for each in collected:  # before any that steps both groups goes on in the others
                 self._end_clock(each.session, state.committed)
         for each in collected:
             session = each.session
-            held = session.held
+            request = session.held
             # Its client has ended, or it was collected behind a step that is held, or queued still.
-            if held is None or held.message is not each.step:
+            if request is None or request.message is not each.step:
                 if session.fenced_by is None or session.client in commit.contributors:
                     self._outbox.append(Counted(session.client, each.step.seq))
                 continue
-            answer = self._after_commit(commit, each, held, failure)
+            answer = self._after_commit(commit, each, request, failure)
             self._outbox.append(Reply(session, self._with_news(session, answer)))
         self.look_again()
 
     def _after_commit(
-        self, commit: Commit, each: Contribution, held: Request, failure: ParamServeError | None
+        self, commit: Commit, each: Contribution, request: Request, failure: ParamServeError | None
     ) -> Answer:
         """The answer to a step that was held until its clock was decided.
 
@@ -726,7 +728,7 @@ class GroupMachine:
         if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
         done = Done(step.seq, state.version, state.members.slowest, 0, skipped)
-        return self._replies.with_values(state.blocks, held, done, exact=True)
+        return self._replies.with_values(state.blocks, request, done, exact=True)
 
     # --- other shards, and time ------------------------------------------------------------------
 
@@ -779,8 +781,8 @@ class GroupMachine:
         """Repeat what was not answered, and ask policies that wait for a time."""
         state, collect = self.state, self.state.collect
         state.now = now
-        if collect.sent is not None and collect.repeat_at <= now:
-            self._repeat_vote(collect.sent)
+        if collect.last_vote is not None and collect.repeat_at <= now:
+            self._repeat_vote(collect.last_vote)
         if collect.due is not None and collect.due <= now:
             collect.due = None
             self._maybe_vote()
@@ -792,7 +794,7 @@ class GroupMachine:
         collect = self.state.collect
         due, changes = collect.due, self.state.changes
         if self.shards > 1:
-            if collect.sent is not None and (due is None or collect.repeat_at < due):
+            if collect.last_vote is not None and (due is None or collect.repeat_at < due):
                 due = collect.repeat_at
             if changes.paused is not None and (due is None or changes.repeat_at < due):
                 due = changes.repeat_at

@@ -39,7 +39,7 @@ class GroupMembers:
         """Ranks of the cluster that clocks wait for where they are members."""
         self._at_slowest = 0
         """How many are at the smallest clock."""
-        self._left: dict[int, int] = {}
+        self._former_clocks: dict[int, int] = {}
         """Clocks of ranks that were waited for, and may come back."""
         self._passed: dict[int, int] = {}
         """Clocks that each rank has passed over where it began or came back: it made no steps."""
@@ -68,7 +68,7 @@ class GroupMembers:
         members may be those of the lead, whose last decision had not come here: no member is behind
         the clock at which it began."""
         self.joined, self.slowest = joined, slowest
-        self.clocks, self._left = {}, dict(clocks)
+        self.clocks, self._former_clocks = {}, dict(clocks)
         self._passed = {rank: by.clock for rank, by in joined.items() if by.clock}
         self._recount(0, {rank: by.clock for rank, by in joined.items()})
 
@@ -91,7 +91,7 @@ class GroupMembers:
 
     def clock_of(self, rank: int, start: int) -> int:
         """The clock of a live member, or the one at which the rank would begin."""
-        return self.clocks.get(rank, max(start, self._left.get(rank, 0)))
+        return self.clocks.get(rank, max(start, self._former_clocks.get(rank, 0)))
 
     def ticked(self, rank: int, clock: int) -> None:
         """A member has ended a step. Its clock stays where it is if the step repeats one that an
@@ -122,7 +122,9 @@ class GroupMembers:
 
     def left(self) -> tuple[tuple[int, int], ...]:
         """(rank, clock) of each rank that is not waited for any more: where it was."""
-        return tuple(sorted(each for each in self._left.items() if each[0] not in self.clocks))
+        return tuple(
+            sorted(each for each in self._former_clocks.items() if each[0] not in self.clocks)
+        )
 
     def passed(self) -> tuple[tuple[int, int], ...]:
         """(rank, clocks) of each rank that has begun or come back at a later clock than its own."""
@@ -130,21 +132,21 @@ class GroupMembers:
 
     def every_clock(self) -> dict[int, int]:
         """The clocks of all that are waited for, or were."""
-        return {**self._left, **self.clocks}
+        return {**self._former_clocks, **self.clocks}
 
     def fastest(self) -> int:
         """The largest clock, also of ranks that are not waited for any more."""
-        return max((*self.clocks.values(), *self._left.values()), default=self.slowest)
+        return max((*self.clocks.values(), *self._former_clocks.values()), default=self.slowest)
 
     def _recount(self, start: int, least: Mapping[int, int]) -> None:
-        self._left.update(self.clocks)
+        self._former_clocks.update(self.clocks)
         clocks = {
             rank: max(self.clock_of(rank, start), least.get(rank, 0))
             for rank in self.live
             if rank in self.joined
         }
         for rank, clock in clocks.items():
-            if (over := clock - self._left.get(rank, 0)) > 0:
+            if (over := clock - self._former_clocks.get(rank, 0)) > 0:
                 self._passed[rank] = self._passed.get(rank, 0) + over
         self._set(clocks)
 

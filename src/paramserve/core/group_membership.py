@@ -68,9 +68,9 @@ class MembershipAgreement:
     def members_changed(self) -> None:
         """On the lead, end the memberships of those who have ended."""
         members = self._state.members
-        left = {rank: by for rank, by in members.joined.items() if rank in members.live}
-        if self._decisions.leads and len(left) < len(members.joined):
-            self._decide(left)
+        ended = {rank: by for rank, by in members.joined.items() if rank in members.live}
+        if self._decisions.leads and len(ended) < len(members.joined):
+            self._decide(ended)
 
     def _decide(self, joined: Mapping[int, JoinedBy]) -> None:
         entries = tuple((rank, *by) for rank, by in sorted(joined.items()))

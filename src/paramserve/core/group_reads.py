@@ -42,7 +42,7 @@ class GroupReads:
             epoch = state.at(clock) if changes.later else changes.first
             admission = policy_calls.on_pull(epoch, new_pull((rank, clock)), state)
             waits = admission is not ADMIT and isinstance(admission, Wait)
-            if not waits and (epoch.policy.keeps_reads or state.reads.kept):
+            if not waits and (epoch.policy.keeps_reads or state.reads.by_rank):
                 self.keep(epoch, rank, message.pull)
         if waits:
             self.waiting[session.client] = session

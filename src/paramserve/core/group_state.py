@@ -79,7 +79,7 @@ class GroupState:
         self.now = 0.0
         """Seconds on the shard's clock, as of the present event."""
         self.members = GroupMembers(ranks, live)
-        self.brought_by: dict[int, int] = {}
+        self.last_sender: dict[int, int] = {}
         """Sync: the client that sent the last step of each rank."""
         self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
         self.table: KeyedBlock | None = None
@@ -101,7 +101,7 @@ class GroupState:
         """By rank: clock and note of its last two steps that had one, the older first. The last
         step may be one that the next incarnation takes again."""
         self.saved = SavedStates()
-        self.ahead: dict[int, int] = {}
+        self.already_applied: dict[int, int] = {}
         """By rank: the clock of a step that is in the values since before this shard went on from a
         cut, of a call that was not over there. The rank is to make that call again."""
         self.watching: dict[int, Watching] = {}
@@ -221,7 +221,7 @@ class GroupState:
                 if member.state == "left":
                     self.notes.pop(rank, None)
 
-    def came(self, rank: int) -> None:
+    def on_contribution(self, rank: int) -> None:
         """A worker has sent its gradients for the present clock. One that is no member yet
         tells nothing of how long a step takes."""
         if rank not in self.members.clocks:
@@ -246,11 +246,11 @@ class GroupState:
         """A gradient of a rank was applied, or will be."""
         if rank not in self.staleness:
             self.staleness[rank] = Staleness()
-        known = self.staleness[rank]
-        known.pushes += 1
-        known.total += staleness
-        if staleness > known.largest:
-            known.largest = staleness
+        counts = self.staleness[rank]
+        counts.pushes += 1
+        counts.total += staleness
+        if staleness > counts.largest:
+            counts.largest = staleness
 
     def drop(self, rank: int) -> None:
         """A gradient came too late, or was too stale."""
@@ -267,7 +267,7 @@ class GroupState:
     def has_step(self, rank: int, step: Step) -> bool:
         """Whether this step, the first one of a rank that is ahead, is in the values already. The
         rank is not ahead any more."""
-        del self.ahead[rank]
+        del self.already_applied[rank]
         return step.clock < self.committed or not (
             step.tick and self.at(step.clock).policy.collects
         )
@@ -275,10 +275,10 @@ class GroupState:
     def keep_note(self, rank: int, clock: int, note: bytes) -> None:
         """Keep the note of a rank's step for the next incarnation of the rank, unless there is one
         of a later step: then the next incarnation goes on behind that."""
-        known = self.notes.get(rank, ())
-        if known and clock < known[-1][0]:
+        notes = self.notes.get(rank, ())
+        if notes and clock < notes[-1][0]:
             return
-        before = [each for each in known if each[0] < clock]
+        before = [each for each in notes if each[0] < clock]
         self.notes[rank] = (*before[-1:], (clock, note))
 
     def advance(self) -> None:
@@ -328,9 +328,10 @@ class GroupState:
         """What this shard has done for the group; with `notes`, those of the ranks as well."""
         present, members = self.at(self.start).policy, self.members
         clocks: Mapping[int, int] = members.clocks
-        if self.ahead:  # those ranks begin with the call that was not over
+        if self.already_applied:  # those ranks begin with the call that was not over
             clocks = {
-                rank: min(clocks[rank], self.ahead.get(rank, clocks[rank])) for rank in clocks
+                rank: min(clocks[rank], self.already_applied.get(rank, clocks[rank]))
+                for rank in clocks
             }
         return GroupReport(
             self.name,
@@ -341,7 +342,7 @@ class GroupState:
             tuple((r, each.session.client) for r, each in sorted(self.collect.pending.items())),
             self.start,
             type(present).__name__,
-            tuple(self.changes.taken),
+            tuple(self.changes.history),
             present.collects,
             tuple(sorted(self.dropped.items())),
             self.buffered,

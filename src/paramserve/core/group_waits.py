@@ -17,7 +17,7 @@ from paramserve.messages import Read, Step, Waiting
 def waiting(
     state: GroupState,
     session: ShardSession | None,
-    held: Request | ReadRequest | None,
+    request: Request | ReadRequest | None,
     *,
     shard: int,
 ) -> Waiting:
@@ -25,23 +25,26 @@ def waiting(
 
     Args:
         session: the client's, if something of it waits for the group and is not collected.
-        held: that, or the first read of it.
+        request: that, or the first read of it.
         shard: number of this shard.
     """
-    reason, ranks = _why(state, session, held, shard)
+    reason, ranks = _why(state, session, request, shard)
     clocks = state.members.clocks
     missing = tuple((rank, clocks[rank]) for rank in ranks if rank in clocks)
-    holds = bool(state.collect.pending) or held is not None
+    holds = bool(state.collect.pending) or request is not None
     holds = holds and bool(missing) and not state.at(state.committed).policy.partial
     return Waiting(state.id, state.members.slowest, missing, reason, holds)
 
 
 def _why(
-    state: GroupState, session: ShardSession | None, held: Request | ReadRequest | None, shard: int
+    state: GroupState,
+    session: ShardSession | None,
+    request: Request | ReadRequest | None,
+    shard: int,
 ) -> tuple[str, tuple[int, ...]]:
     """The reason in words, and the ranks that are waited for."""
-    if session is not None and held is not None:
-        step = held.message
+    if session is not None and request is not None:
+        step = request.message
         if not isinstance(step, Step | Read):
             return (
                 f"shard {shard} waits for the decision of shard {LEAD} whether "
@@ -64,7 +67,7 @@ def _why(
             answer.workers if isinstance(answer, Wait) else ()
         )
     collect = state.collect
-    if collect.sent is not None:
+    if collect.last_vote is not None:
         return f"shard {shard} waits for the decision of shard {LEAD}", ()
     if collect.pending:
         absent = tuple(rank for rank in sorted(state.members.clocks) if rank not in collect.pending)

@@ -34,16 +34,16 @@ class Changing:
     number: int
     policy: ConsistencySpec
     shards: int
-    told: dict[int, Paused] = field(default_factory=dict)
+    pauses: dict[int, Paused] = field(default_factory=dict)
     decided: GroupPolicy | None = None
 
     def on_paused(self, message: Paused) -> Switch | None:
         """Take one shard's answer; the decision, if it is the last one."""
-        self.told[message.shard] = message
-        if len(self.told) < self.shards:
+        self.pauses[message.shard] = message
+        if len(self.pauses) < self.shards:
             return None
-        first = max(each.clock for each in self.told.values())
-        window = max(each.window for each in self.told.values())
+        first = max(each.clock for each in self.pauses.values())
+        window = max(each.window for each in self.pauses.values())
         self.decided = GroupPolicy(message.group, self.number, first + window, self.policy)
         return Switch(self.decided)
 

@@ -35,7 +35,7 @@ class Changes:
     first: PolicyEpoch
     later: list[PolicyEpoch] = field(default_factory=list)
     """Policies that came after, in order."""
-    taken: list[GroupPolicy] = field(default_factory=list)
+    history: list[GroupPolicy] = field(default_factory=list)
     """All changes, in order."""
     paused: Paused | None = None
     """What this shard has told the lead, until the lead decides."""
@@ -56,16 +56,16 @@ class Changes:
     @property
     def change(self) -> GroupPolicy | None:
         """The newest."""
-        return self.taken[-1] if self.taken else None
+        return self.history[-1] if self.history else None
 
     @property
     def number(self) -> int:
         """Changes so far."""
-        return self.taken[-1].number if self.taken else 0
+        return self.history[-1].number if self.history else 0
 
     def take(self, change: GroupPolicy, policy: Policy) -> None:
         """The lead has decided."""
-        self.taken = [*self.taken, change][-CHANGES_MAX:]
+        self.history = [*self.history, change][-CHANGES_MAX:]
         self.paused = None
         self.later.append(epoch_from(change.clock, policy))
         if len(self.later) > CHANGES_MAX:

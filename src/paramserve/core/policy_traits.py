@@ -38,11 +38,11 @@ class GroupTraits:
 
     def changed(self, news: GroupPolicy) -> None:
         """A shard told of a change; what is known already changes nothing."""
-        known = self._changes.get(news.group, ())
-        if any(number == news.number for number, _, _ in known):
+        changes = self._changes.get(news.group, ())
+        if any(number == news.number for number, _, _ in changes):
             return
         new = (news.number, news.clock, terms(news.policy))
-        newest_first = sorted((*known, new), key=lambda each: each[0], reverse=True)
+        newest_first = sorted((*changes, new), key=lambda each: each[0], reverse=True)
         self._changes[news.group] = tuple(newest_first[:CHANGES_MAX])
         self.lasting.pop(news.group, None)
 

@@ -28,30 +28,30 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
+        self.by_rank: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
         """By rank: version and copies by block, oldest first."""
         self._spare: list[dict[int, Array]] = []
 
     @property
     def nbytes(self) -> int:
         """Of all copies."""
-        kept = [copies for each in self.kept.values() for _, copies in each]
-        return sum(array.nbytes for copies in (*kept, *self._spare) for array in copies.values())
+        arrays = [copies for each in self.by_rank.values() for _, copies in each]
+        return sum(array.nbytes for copies in (*arrays, *self._spare) for array in copies.values())
 
     def keep(self, rank: int, version: int, blocks: Iterable[ShardBlock]) -> None:
         """A worker reads these values now, and has those of the other blocks from before."""
-        kept = self.kept.setdefault(rank, deque())
+        reads = self.by_rank.setdefault(rank, deque())
         now = {block.spec.block: block.value for block in blocks}
-        if kept and kept[-1][0] == version:
-            copies = kept[-1][1]
+        if reads and reads[-1][0] == version:
+            copies = reads[-1][1]
         else:
-            now = (kept[-1][1] | now) if kept else now
-            if len(kept) >= READS_MAX:
-                self._spare.append(kept.popleft()[1])
+            now = (reads[-1][1] | now) if reads else now
+            if len(reads) >= READS_MAX:
+                self._spare.append(reads.popleft()[1])
             copies = self._spare.pop() if self._spare else {}
             for number in copies.keys() - now.keys():
                 del copies[number]
-            kept.append((version, copies))
+            reads.append((version, copies))
         for number, value in now.items():
             copy = copies.get(number)
             if copy is None:
@@ -61,22 +61,22 @@ class Reads:
 
     def of(self, rank: int, version: int) -> dict[int, Array]:
         """By block, what a worker read at this version; empty if it did not."""
-        kept = self.kept.get(rank)
-        if not kept:
+        reads = self.by_rank.get(rank)
+        if not reads:
             return {}
-        while len(kept) > 1 and kept[0][0] < version:  # the last one goes into the next
-            self._spare.append(kept.popleft()[1])
-        return kept[0][1] if kept[0][0] == version else {}
+        while len(reads) > 1 and reads[0][0] < version:  # the last one goes into the next
+            self._spare.append(reads.popleft()[1])
+        return reads[0][1] if reads[0][0] == version else {}
 
     def only(self, ranks: Iterable[int]) -> None:
         """Forget all other ranks."""
-        gone = set(self.kept).difference(ranks)
-        for rank in sorted(gone):
-            del self.kept[rank]
-        if gone:
+        others = set(self.by_rank).difference(ranks)
+        for rank in sorted(others):
+            del self.by_rank[rank]
+        if others:
             self._spare.clear()
 
     def forget(self, rank: int) -> None:
         """This worker goes by a policy that needs no copies."""
-        if self.kept.pop(rank, None) is not None:
+        if self.by_rank.pop(rank, None) is not None:
             self._spare.clear()

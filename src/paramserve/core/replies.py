@@ -83,7 +83,7 @@ def fresh(size: int) -> Bytes:
     return np.empty(size, np.uint8)
 
 
-def laid(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> Bytes:
+def pack(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> Bytes:
     """Arrays at their offsets, which `check_layout` has found good, as the bytes of a payload.
 
     Args:
@@ -100,18 +100,18 @@ def laid(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> By
     return out
 
 
-def behind(parts: list[tuple[int, Array]], more: list[Array]) -> list[tuple[int, Array]]:
+def append_parts(parts: list[tuple[int, Array]], more: list[Array]) -> list[tuple[int, Array]]:
     """Parts of a payload and, behind them, more arrays in this order, each padded to `ALIGN`."""
-    end, found = sum(padded(array.nbytes) for _, array in parts), list(parts)
+    end, placed = sum(padded(array.nbytes) for _, array in parts), list(parts)
     for array in more:
-        found.append((end, array))
+        placed.append((end, array))
         end += padded(array.nbytes)
-    return found
+    return placed
 
 
 def gathered(arrays: list[Array]) -> Bytes:
     """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload."""
-    return laid(behind([], arrays), fresh)
+    return pack(append_parts([], arrays), fresh)
 
 
 class Replies:
@@ -170,8 +170,8 @@ class Replies:
                 elif place.block not in written:
                     np.copyto(memory.at(place.arena, place.offset, block), block.value)
             if changes:  # their sizes are not known to the client before: they come last
-                inline = behind(inline, changes)
-            return Answer(done, laid(inline, self._allocate) if inline else None, exact)
+                inline = append_parts(inline, changes)
+            return Answer(done, pack(inline, self._allocate) if inline else None, exact)
         except (MemoryError, CodecFailed) as error:
             pushed = type(message) is Step and message.push and not done.skipped
             applied: Applied = "yes" if pushed else "no"
@@ -194,7 +194,7 @@ class Replies:
         done = Done(message.seq, version, counts=tuple(read.counts))
         if message.arena == 0:
             check_layout([(message.offset, source.nbytes)])
-            return Answer(done, laid([(0, source)], self._allocate))
+            return Answer(done, pack([(0, source)], self._allocate))
         np.copyto(memory.at(message.arena, message.offset, block), source)
         return Answer(done)
 
@@ -232,7 +232,7 @@ class Replies:
         keys, answer = block.named(memory.get(message.arena), message)
         there, done = block.contains(keys), Done(message.seq, state.version)
         if message.arena == 0:
-            return Answer(done, laid([(0, there)], self._allocate) if there.size else None)
+            return Answer(done, pack([(0, there)], self._allocate) if there.size else None)
         answer[...] = there
         return Answer(done)
 
@@ -251,7 +251,7 @@ class Replies:
         if not watching.kept:
             return Answer(done)
         version, values = watching.kept[0]
-        taken = Done(
+        reply = Done(
             message.seq,
             state.version,
             state.members.slowest,
@@ -268,7 +268,7 @@ class Replies:
                 assert isinstance(block, ShardBlock), "a table has no snapshots"
                 np.copyto(memory.at(place.arena, place.offset, block), value)
         check_layout([(offset, value.nbytes) for offset, value in inline])
-        return Answer(taken, laid(inline, self._allocate) if inline else None)
+        return Answer(reply, pack(inline, self._allocate) if inline else None)
 
 
 def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:
@@ -301,7 +301,7 @@ def delete(state: GroupState, message: Delete, memory: Memory) -> Answer:
     block.clock = state.members.slowest
     keys, _ = block.named(memory.get(message.arena), message)
     removed = block.delete(keys)
-    if block in state.collect.held:  # the clock may make any of these rows again
+    if block in state.collect.reserved:  # the clock may make any of these rows again
         block.hold(removed)
     update = _under_vote(state, block)
     if isinstance(update, RowUpdate):

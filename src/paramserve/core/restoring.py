@@ -160,12 +160,12 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
     for record in part.groups:
         shard.groups[record.id] = _group(shard, record, now)
     every: list[SavedBlock | SavedTable] = [*part.blocks.values(), *part.tables.values()]
-    made = {each.spec.block: shard.new_block(each.spec, each.attempt) for each in every}
-    _check_states(every, made)
+    blocks = {each.spec.block: shard.new_block(each.spec, each.attempt) for each in every}
+    _check_states(every, blocks)
     for dense in part.blocks.values():
-        _fill_block(shard, made[dense.spec.block], dense)
+        _fill_block(shard, blocks[dense.spec.block], dense)
     for table in part.tables.values():
-        _fill_table(shard, made[table.spec.block], table)
+        _fill_table(shard, blocks[table.spec.block], table)
     for machine in shard.groups.values():
         state = machine.state
         state.buffer.sums = part.sums_of(state.id, state.blocks)
@@ -192,10 +192,10 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
         state, changes = machine.state, machine.state.changes
         if any(each.spec.consistency is not None for each in state.blocks.values()):
             continue
-        if not changes.taken or changes.taken[0].clock > changes.first.clock:
-            number = changes.taken[0].number - 1 if changes.taken else 1
+        if not changes.history or changes.history[0].clock > changes.first.clock:
+            number = changes.history[0].number - 1 if changes.history else 1
             first = GroupPolicy(state.id, number, changes.first.clock, spec(changes.first.policy))
-            changes.taken.insert(0, first)
+            changes.history.insert(0, first)
         if state.id not in frontiers:
             continue  # it was changed while the run went on, and stays so
         now: Policy = shard.policy
@@ -211,16 +211,16 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
             machine.policies.changing = Changing(news.number, policy, shard.shards, decided=news)
 
 
-def _check_changeable(name: str, known: Policy, now: Policy) -> None:
+def _check_changeable(name: str, before: Policy, now: Policy) -> None:
     """Refuse a change between policies under which workers' own optimizers step otherwise."""
-    if not isinstance(known, OWN_STEPS) and not isinstance(now, OWN_STEPS):
+    if not isinstance(before, OWN_STEPS) and not isinstance(now, OWN_STEPS):
         return
-    found = differences.of_policies(spec(known), spec(now))
+    diff = differences.of_policies(spec(before), spec(now))
     raise CheckpointError(
-        f"the checkpoint's policy of group {name!r} is {found.known}, the run's {found.came}: the "
-        "workers' own optimizers step otherwise under one of them",
+        f"the checkpoint's policy of group {name!r} is {diff.existing}, the run's "
+        f"{diff.incoming}: the workers' own optimizers step otherwise under one of them",
         applied="no",
-        fix=f"go on with consistency=ps.{type(known).__name__}(...) as it was, or begin anew in "
+        fix=f"go on with consistency=ps.{type(before).__name__}(...) as it was, or begin anew in "
         "another folder, with load_state= for the values",
     )
 
@@ -231,7 +231,7 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
     machine = shard.new_group(record.id, record.name, policies[0][1])
     state, changes = machine.state, machine.state.changes
     changes.first, *changes.later = [epoch_from(clock, policy) for clock, policy in policies]
-    changes.taken = list(record.changes)
+    changes.history = list(record.changes)
     if machine.lead is not None:
         machine.policies.changing = _changing(record, shard.shards)
     state.now = now
@@ -245,8 +245,8 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
         state.keep_note(rank, clock, note)
     state.saved.by_rank = dict(record.saved)
     live = shard.sessions.live()
-    state.ahead = {rank: clock for rank, clock in record.ahead if rank in live}
-    state.brought_by = dict(record.sent_by)
+    state.already_applied = {rank: clock for rank, clock in record.ahead if rank in live}
+    state.last_sender = dict(record.sent_by)
     state.buffer.count, state.buffer.large = record.buffered, record.large
     if record.unapplied is not None:
         kind, failed, fix = record.unapplied
@@ -265,38 +265,40 @@ def _changing(record: GroupRecord, shards: int) -> Changing | None:
     return Changing(last.number, last.policy, shards, decided=last)
 
 
-def _check_states(every: Sequence[SavedBlock | SavedTable], made: Mapping[int, Block]) -> None:
+def _check_states(every: Sequence[SavedBlock | SavedTable], blocks: Mapping[int, Block]) -> None:
     """Refuse rules that keep other states than those that the checkpoint was written with.
 
     Raises:
         CheckpointError: each difference is named. Nothing was read.
     """
-    told = []
+    wrong = []
     for saved in every:
-        rule, block, known = saved.spec.rule, saved.spec, saved.states
-        own = made[block.block].states
-        if rule is not None and known != own:
+        rule, block, saved_states = saved.spec.rule, saved.spec, saved.states
+        own = blocks[block.block].states
+        if rule is not None and saved_states != own:
             names = ", ".join(repr(each.name) for each in block.pieces[:NAMED_MAX])
             group = repr(block.group_name)
             what = f"table {group}" if block.table is not None else f"{names} in {group}"
-            told.append(f"{rule.name} of {what} kept {_shown(known)}, now {_shown(own)}")
-    if told:
-        more = [f"{len(told) - TOLD_MAX} more"] if len(told) > TOLD_MAX else []
+            wrong.append(
+                f"{rule.name} of {what} kept {_states_text(saved_states)}, now {_states_text(own)}"
+            )
+    if wrong:
+        more = [f"{len(wrong) - TOLD_MAX} more"] if len(wrong) > TOLD_MAX else []
         raise CheckpointError(
-            f"another rule than the checkpoint's: {'; '.join((*told[:TOLD_MAX], *more))}",
+            f"another rule than the checkpoint's: {'; '.join((*wrong[:TOLD_MAX], *more))}",
             applied="no",
             fix="give the rules with the states that the checkpoint was written with, or begin "
             "anew in another folder",
         )
 
 
-def _shown(states: RowStates | tuple[str, ...]) -> str:
+def _states_text(states: RowStates | tuple[str, ...]) -> str:
     if not isinstance(states, RowStates):
         return f"the states {', '.join(states)}" if states else "no state"
     pairs = zip(states.names, states.widths, strict=True)
-    kept = [f"{name} ({width} a row)" for name, width in pairs]
-    kept += ["a count"] if states.counted else []
-    return f"the states {', '.join(kept)}" if kept else "no state"
+    names = [f"{name} ({width} a row)" for name, width in pairs]
+    names += ["a count"] if states.counted else []
+    return f"the states {', '.join(names)}" if names else "no state"
 
 
 def _fill_block(shard: Shard, block: Block, saved: SavedBlock) -> None:
@@ -311,8 +313,8 @@ def _fill_block(shard: Shard, block: Block, saved: SavedBlock) -> None:
 def _fill_table(shard: Shard, block: Block, saved: SavedTable) -> None:
     assert isinstance(block, KeyedBlock)
     for rows in saved.batches(block.layout):
-        made = block.store.put_new(rows.keys)
-        block.store.write_raw(made, rows.raw)
+        numbers = block.store.put_new(rows.keys)
+        block.store.write_raw(numbers, rows.raw)
     uses = saved.uses()
     if uses is not None:
         block.store.set_uses(*uses)
@@ -329,7 +331,7 @@ def _session(record: SessionRecord, now: float) -> ShardSession:
     )
     session.last = record.last
     session.keep_outcomes(record.outcomes)
-    session.told = dict(record.told)
+    session.policy_numbers = dict(record.told)
     session.ticks = dict(record.ticks)
     session.gone_at = session.stepped_at = now
     return session

@@ -31,18 +31,18 @@ def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Res
     for shard in reports:
         for report in shard:
             by_name.setdefault(report.name, []).append(report)
-    found = {}
+    resumptions = {}
     for name, parts in by_name.items():
         clocks = [dict(part.clocks).get(rank, part.clock) for part in parts]
         clocks += [0] * (len(reports) - len(parts))  # its define is on the way to these
         if not any(part.collects for part in parts):
-            known = all(rank in dict(part.clocks) for part in parts)
-            found[name] = Resumption(min(clocks), max(clocks) - min(clocks) if known else 0)
+            whole = all(rank in dict(part.clocks) for part in parts)
+            resumptions[name] = Resumption(min(clocks), max(clocks) - min(clocks) if whole else 0)
             continue
-        held = {dict(part.held).get(rank) for part in parts}
-        everywhere = min(clocks) == max(clocks) and len(held) == 1 and None not in held
-        found[name] = Resumption(max(clocks) + (everywhere and len(parts) == len(reports)), 0)
-    return found
+        waiting = {dict(part.held).get(rank) for part in parts}
+        everywhere = min(clocks) == max(clocks) and len(waiting) == 1 and None not in waiting
+        resumptions[name] = Resumption(max(clocks) + (everywhere and len(parts) == len(reports)), 0)
+    return resumptions
 
 
 def not_joined(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset[str]:

@@ -29,22 +29,22 @@ from paramserve.core.events import (
     ClientBye,
     ClientGone,
     Counted,
+    CutReleased,
     CutWanted,
     DeadlineReached,
     Effects,
     Enter,
     Event,
     FromShard,
-    GoOn,
     GroupEffect,
     Inquired,
-    LookAgain,
     MembersChanged,
+    NotifyCoordinator,
+    RecheckHeld,
     Reply,
     Requested,
     Send,
     Stop,
-    Tell,
 )
 from paramserve.core.flush import note
 from paramserve.core.followers import Followers
@@ -235,9 +235,9 @@ class Shard:
                 for client in self.sessions.expired(now):
                     self._client_bye(ClientBye(client))
         if self._outbox or self.cuts.settling:
-            self._work_off()
+            self._drain_outbox()
         if self.cuts.flush is not None and self.cuts.look_at_flush(now):
-            self._work_off()
+            self._drain_outbox()
         deadline, due = self.cuts.deadline, self.decisions.deadline
         if due is not None and (deadline is None or due < deadline):
             deadline = due
@@ -266,12 +266,12 @@ class Shard:
         for _, machine in sorted(self.groups.items()):
             report = machine.state.report(notes=notes)
             if saved is not None and machine.state.name == saved[0]:
-                found = machine.state.saved.before(*saved[1:])
-                report = structs.replace(report, saved=found)
+                before = machine.state.saved.before(*saved[1:])
+                report = structs.replace(report, saved=before)
             reports.append(report)
         return tuple(reports)
 
-    def _work_off(self) -> None:
+    def _drain_outbox(self) -> None:
         """Do what the groups' machines ask for, and what follows from it."""
         self._empty_outbox()
         while self.cuts.settling:
@@ -301,25 +301,25 @@ class Shard:
                         self.groups[group].join_rank(rank, client, seq, self._now, clock)
                 case Counted(client, seq):
                     self.sessions.count_ended(client, seq)
-                case LookAgain(number):
+                case RecheckHeld(number):
                     waiting = self.groups.get(number)
                     for session in waiting.take_waiting() if waiting is not None else ():
-                        held, session.held = session.held, None
-                        if held is None:
+                        request, session.held = session.held, None
+                        if request is None:
                             continue
                         assert waiting is not None
-                        if session.done is None and self._stops(session, held.message.seq):
-                            waiting.hold(session, held)
+                        if session.done is None and self._stops(session, request.message.seq):
+                            waiting.hold(session, request)
                             continue
-                        self._execute(session, held)
+                        self._execute(session, request)
                         self._resume(session)
                     for session in waiting.reads.take_waiting() if waiting is not None else ():
                         self.reads.answer_waiting(session, self._now, self._effects.replies)
-                case Tell(told):
-                    self._effects.notices.append(told)
+                case NotifyCoordinator(message):
+                    self._effects.notices.append(message)
                 case Stop(flush):
                     self.cuts.stop_behind(flush, self._now)
-                case GoOn():
+                case CutReleased():
                     self._go_on()
 
     def _resume(self, session: ShardSession) -> None:
@@ -432,10 +432,10 @@ class Shard:
     def _members_changed(self) -> None:
         """Fence the sessions of ranks that have ended, and go on with the others."""
         for session in self.sessions.fence():
-            held = None if session.held is None else session.held.message
+            message = None if session.held is None else session.held.message
             # Not what waits for a cut: that is taken all the same.
-            if isinstance(held, Step | JoinGroup | SuspendMembership):
-                self.groups[held.group].let_go(session)
+            if isinstance(message, Step | JoinGroup | SuspendMembership):
+                self.groups[message.group].let_go(session)
             self.ended_calls.collect(session, self._now)
             self.reads.answer_waiting(session, self._now, self._effects.replies)  # refuses
         live = self.sessions.live()
@@ -481,12 +481,12 @@ class Shard:
         elif verdict is Verdict.GAP:
             self._effects.drops.append(session.client)
         elif verdict is Verdict.FORGOTTEN:
-            gone = ParamServeError(
+            error = ParamServeError(
                 f"request {seq} of client {session.client} is older than the outcomes kept",
                 applied="unknown",
                 fix="keep no more requests unanswered than the window that was agreed",
             )
-            self._effects.replies.append((session.client, Answer(refusal(seq, gone))))
+            self._effects.replies.append((session.client, Answer(refusal(seq, error))))
 
     def _repeat(self, session: ShardSession, request: Request) -> None:
         """Answer a request again whose answer may be lost: values that went out in its frame are
@@ -537,8 +537,8 @@ class Shard:
         for machine in self.groups.values():
             state = machine.state
             # The rank does not make the call again that was not over: this one has other groups.
-            if rank in state.ahead and state.id != step.group and not state.collects:
-                del state.ahead[rank]
+            if rank in state.already_applied and state.id != step.group and not state.collects:
+                del state.already_applied[rank]
 
     def _refusal(self, message: ShardRequest, error: Exception) -> Refused:
         """Why a request is refused, from what it raised."""
@@ -555,9 +555,9 @@ class Shard:
         if session.pushed is not None:
             note(session, session.pushed, answer, self._now)
             session.pushed = None
-        asked = self.cuts.flush
-        if asked is not None and session.left_out and type(answer.message) is Done:
-            message = structs.replace(answer.message, flush=asked.request)
+        flush = self.cuts.flush
+        if flush is not None and session.left_out and type(answer.message) is Done:
+            message = structs.replace(answer.message, flush=flush.request)
             answer = structs.replace(answer, message=message)
         session.record(answer)
         session.held = session.done = None
@@ -653,14 +653,14 @@ class Shard:
 
     def _define(self, message: Define, memory: Memory) -> Answer:
         spec = message.spec
-        known = self.blocks.get(spec.block)
-        if known is not None and known.spec != spec:
+        existing = self.blocks.get(spec.block)
+        if existing is not None and existing.spec != spec:
             raise DefineMismatch(
-                f"{known.names} is defined as block {spec.block}, and another block came with that "
-                "number",
+                f"{existing.names} is defined as block {spec.block}, and another block came "
+                "with that number",
                 fix="run the same version on all sides",
             )
-        if known is None or known.attempt < message.attempt:
+        if existing is None or existing.attempt < message.attempt:
             block = self.new_block(spec, message.attempt)
             if isinstance(block, ShardBlock):
                 np.copyto(block.value, memory.at(message.arena, message.offset, block))

@@ -45,8 +45,8 @@ class ShardReads:
         message = request.message
         if message.behind > session.last or len(session.reads) >= session.requests:
             return False
-        if message.seq > session.asked:
-            session.asked = message.seq
+        if message.seq > session.last_read:
+            session.last_read = message.seq
             self.answer(session, request, now, replies)
         return True
 

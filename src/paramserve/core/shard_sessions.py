@@ -144,7 +144,7 @@ class ShardSession:
         self.reads: deque[ReadRequest] = deque()
         """Reads that wait for the requests before them, or for what their group's policy waits for;
         of the present connection only."""
-        self.asked = 0
+        self.last_read = 0
         """The last read of the present connection."""
         self.held: Request | None = None
         """Executed as far as possible, not answered."""
@@ -154,7 +154,7 @@ class ShardSession:
         """Whether this is the newest incarnation of a member that clocks wait for."""
         self.fenced_by: Member | None = None
         """The member whose state or newer incarnation refuses all requests of this one."""
-        self.told: dict[int, int] = {}
+        self.policy_numbers: dict[int, int] = {}
         """By group: the number of the newest change of its policy that the client knows of."""
         self.rounds: dict[int, Round] = {}
         """By group that its rank has joined further on than in its round: when it is there. It
@@ -350,7 +350,7 @@ class Sessions:
             self.closed.pop(event.client, None)
         session.gone_at = None
         session.reads.clear()  # what it still wants to read it asks again
-        session.asked = 0
+        session.last_read = 0
         if event.rank == NO_RANK:
             return False
         self.workers[event.rank] = session
@@ -420,18 +420,18 @@ class Sessions:
         last = self.calls.get(session.rank)
         if session.fenced_by is not None and not (last and last[-1].client == session.client):
             return False
-        known = [] if session.rank in self.broken else self.calls.get(session.rank, [])
+        parts = [] if session.rank in self.broken else self.calls.get(session.rank, [])
         self.broken.discard(session.rank)
         part = CallPart(session.client, step.seq, step.group, step.clock, step.more)
-        if not (known and known[-1].client == part.client and known[-1].more):
-            known = []
-        elif known[-1].seq == part.seq:  # it was held
+        if not (parts and parts[-1].client == part.client and parts[-1].more):
+            parts = []
+        elif parts[-1].seq == part.seq:  # it was held
             return False
-        if known or part.more:
-            self.calls[session.rank] = [*known, part]
+        if parts or part.more:
+            self.calls[session.rank] = [*parts, part]
         else:
             self.calls.pop(session.rank, None)
-        return bool(known) and part.more is None
+        return bool(parts) and part.more is None
 
     def in_call(self, rank: int, client: int, last: int) -> bool:
         """Whether a call of this client of a rank goes on behind this number. A request to join may
@@ -447,26 +447,26 @@ class Sessions:
         if rank in self.calls:
             self.broken.add(rank)
 
-    def begun(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
+    def unfinished(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
         """By group and rank, the clocks of steps that a cut has of calls that are not over there.
 
         Args:
             clients: the last number of each client in the cut.
         """
-        found: dict[int, dict[int, int]] = {}
+        clocks: dict[int, dict[int, int]] = {}
         for session, last in self._within_calls(clients):
             for part in self.calls[session.rank]:
                 clock = session.clock_of(part) if part.seq <= last else None
                 if clock is not None:
-                    found.setdefault(part.group, {})[session.rank] = clock
-        return found
+                    clocks.setdefault(part.group, {})[session.rank] = clock
+        return clocks
 
-    def begun_marks(self, clients: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    def unfinished_marks(self, clients: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
         """(client, lease, samples): how much of its leased samples is in a cut, with a call that is
         not over there.
 
         Args:
-            clients: as for `begun`.
+            clients: as for `unfinished`.
         """
         calls = [self.calls[session.rank][0] for session, _ in self._within_calls(clients)]
         return tuple((each.client, *each.more) for each in calls if each.more and any(each.more))
@@ -491,10 +491,10 @@ class Sessions:
             return False
         self.members_number = message.number
         for member in message.members:
-            known = self.members.get(member.rank)
-            if known is None or known.incarnation < member.incarnation:
+            current = self.members.get(member.rank)
+            if current is None or current.incarnation < member.incarnation:
                 self.members[member.rank] = member
-            elif known.incarnation == member.incarnation and known.state != "left":
+            elif current.incarnation == member.incarnation and current.state != "left":
                 self.members[member.rank] = member  # a rank that has left does not come back
         self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
         self._mark_live()

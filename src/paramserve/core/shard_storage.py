@@ -78,12 +78,12 @@ class ShardStorage(ABC):
         with guarded(about, rule, (ValueError, ParamServeError)):
             rule.check(hyper)
             needed = rule.states(hyper)
-            kept = rule.states(self.hyper)
-        if len(needed) > len(kept):
+            states = rule.states(self.hyper)
+        if len(needed) > len(states):
             named = zip(rule.hyper_names, hyper, strict=True)
-            given = ", ".join(f"{name}={value:g}" for name, value in named)
+            listed = ", ".join(f"{name}={value:g}" for name, value in named)
             raise ParamServeError(
-                f"{type(rule).__name__} with {given} "
+                f"{type(rule).__name__} with {listed} "
                 f"needs the state {', '.join(needed)}, but {self.names} was defined without it",
                 fix="define the parameters with these hyper-parameters (momentum > 0) at the start",
             )

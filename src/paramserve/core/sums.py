@@ -182,7 +182,7 @@ class RowSum:
     """One table's gradients so far."""
 
     block: KeyedBlock
-    kept: list[tuple[float, Gradient, RowGradient]] = field(default_factory=list)
+    pushes: list[tuple[float, Gradient, RowGradient]] = field(default_factory=list)
     """Weight and a copy of each: what was pushed lies in the worker's own memory."""
     hyper: Hyper | None = None
     """Of the last gradient."""
@@ -192,19 +192,19 @@ class RowSum:
     def add(self, part: Part, weight: float) -> None:
         _, header, (keys, values) = part
         if not self.count:
-            self.kept.clear()
+            self.pushes.clear()
         self.count += 1
         self.hyper = header.hyper
-        self.kept.append((weight, header, RowGradient(keys.copy(), values.copy())))
+        self.pushes.append((weight, header, RowGradient(keys.copy(), values.copy())))
 
     @property
     def array(self) -> RowGradient:
         """Their sum, key by key."""
-        return self.block.total(self.kept)
+        return self.block.total(self.pushes)
 
     def copy(self) -> RowSum:
         """To try what one more gradient makes of it."""
-        return RowSum(self.block, [*self.kept], self.hyper, self.count)
+        return RowSum(self.block, [*self.pushes], self.hyper, self.count)
 
     def share(self) -> RowSum:
         """As `Sum.share`."""
@@ -230,8 +230,8 @@ class GradientBuffer:
         with np.errstate(over="ignore", invalid="ignore"):
             for part in parts:
                 block = part[0]
-                found = self.sums.get(block.spec.block)
-                coming: Any = _empty_sum(block) if found is None else found.copy()
+                total = self.sums.get(block.spec.block)
+                coming: Any = _empty_sum(block) if total is None else total.copy()
                 coming.add(part, weight)
                 if block.largest(coming.array, None) == math.inf:
                     return False
@@ -242,15 +242,15 @@ class GradientBuffer:
         self.count += 1
         for part in parts:
             block = part[0]
-            found = self.sums.get(block.spec.block)
-            if found is None:
-                found = self.sums[block.spec.block] = _empty_sum(block)
-            found.add(part, weight)
+            total = self.sums.get(block.spec.block)
+            if total is None:
+                total = self.sums[block.spec.block] = _empty_sum(block)
+            total.add(part, weight)
 
     def finite(self, blocks: Mapping[int, ShardBlock | KeyedBlock]) -> bool:
         """Whether no sum holds NaN or Inf."""
-        kept = [(blocks[number], each) for number, each in self.sums.items() if each.count]
-        return all(block.largest(each.array, None) < math.inf for block, each in kept)
+        sums = [(blocks[number], each) for number, each in self.sums.items() if each.count]
+        return all(block.largest(each.array, None) < math.inf for block, each in sums)
 
     def clear(self) -> None:
         """Begin anew, without the gradients that are in it."""
@@ -278,8 +278,8 @@ class GradientBuffer:
         coming = {part[0].spec.block: part for part in parts}
         keep: dict[int, Keep] = {}
         for number, block in sorted(blocks.items()):
-            kept = self.sums.get(number)
-            full = kept is not None and kept.count > 0
+            own_sum = self.sums.get(number)
+            full = own_sum is not None and own_sum.count > 0
             if (
                 not isinstance(block, ShardBlock)
                 or not block.may_fail
@@ -287,8 +287,8 @@ class GradientBuffer:
             ):
                 continue
             total = Sum(np.zeros(block.size, block.dtype))
-            if isinstance(kept, Sum) and full:
-                total = kept.copy()
+            if isinstance(own_sum, Sum) and full:
+                total = own_sum.copy()
             if number in coming:
                 total.add(coming[number], weight)
             keep[number] = block.prepare(total.array, total.pieces(), total.hyper, push)

@@ -73,7 +73,7 @@ class Joiner(Bench):
             if block is not FREE:
                 self.terms.changed(GroupPolicy(block.group, 1, 0, spec(Sync())))
         for block in late:
-            self.steps.membership.came_late(block.group_name)
+            self.steps.membership.mark_pending(block.group_name)
 
     def step(self, *blocks: Block) -> None:
         """A call that ends a clock of each."""

@@ -56,7 +56,7 @@ def go_on(one: Rig, *, workers: int = 2, incarnation: int = 2) -> Rig:
 
 def parts(one: Rig) -> list[ShardCut]:
     """Of the newest cut."""
-    return [shard.cuts.kept[max(shard.cuts.kept)] for shard in one.shards]
+    return [shard.cuts.parts_here[max(shard.cuts.parts_here)] for shard in one.shards]
 
 
 def values(one: Rig, group: int) -> list[float]:
@@ -71,7 +71,7 @@ def clock(one: Rig, group: int, rank: int) -> int:
 
 
 def ahead(one: Rig, group: int) -> list[dict[int, int]]:
-    return [shard.groups[group].state.ahead for shard in one.shards]
+    return [shard.groups[group].state.already_applied for shard in one.shards]
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_cut_between_the_clocks_of_a_call_has_the_client_whole() -> None:
         one.deliver_one()
     one.wire += late
     one.deliver()
-    cut = [shard.cuts.kept[1] for shard in one.shards]
+    cut = [shard.cuts.parts_here[1] for shard in one.shards]
     assert [each.clocks for each in cut] == [{0: 1, 1: 1}] * 2
     assert ([each.clients[A] for each in cut], cut[0].torn) == ([4, 4], ())
 

@@ -61,7 +61,7 @@ class Known:
 
     def late(self, *blocks: Block) -> None:
         for each in blocks:
-            self.membership.came_late(each.group_name)
+            self.membership.mark_pending(each.group_name)
 
     def suspends(self, *blocks: Block) -> None:
         for each in blocks:
@@ -163,7 +163,7 @@ def test_member_of_groups_that_collect_joins_one_with_a_bound_by_itself() -> Non
 def test_later_incarnation_asks_of_a_group_with_a_bound_that_it_steps_first() -> None:
     """Its predecessor may have stepped it in this round."""
     one = Known(A, B, bounded=[A])
-    one.membership.came_again()
+    one.membership.mark_resumed()
     assert one.sends(A) == [(A, ())]
     assert one.sends(B) == [(B, (A,))]
 
@@ -197,14 +197,14 @@ def test_group_that_is_left_again_leaves_those_that_were_to_follow_by_themselves
     """The shards may have suspended it in them. Where it rests in the first one alone, a step of
     another one does not make it a member there."""
     one = Known(A, B, C)
-    one.membership.came_again()
+    one.membership.mark_resumed()
     (joining,) = one.membership.before([A], one.groups)
     assert joining.others == (B, C)
     one.membership.asks(joining)
     if answered:
         one.membership.joined(joining)
     one.suspends(A)
-    one.membership.is_out("group 0")
+    one.membership.membership_ended("group 0")
     assert one.pending() == [A, B, C]
     assert one.sends(B) == [(B, (C,))]
     assert one.steps(B) == ["group 2"]
@@ -298,7 +298,7 @@ def test_groups_that_are_found_to_collect_are_joined_together() -> None:
 def test_later_incarnation_leaves_the_other_groups_until_its_first_clock_is_decided() -> None:
     """Its predecessor may have ended after a step of A, and before that of B."""
     one = Known(A, B, C, plain=[C])
-    one.membership.came_again()
+    one.membership.mark_resumed()
     assert len(one.membership.before([A, C], one.groups)) == 1, "its answer is not read"
     assert one.sends(A, C) == [(A, (B,))]
     assert one.pending() == [B]
@@ -309,7 +309,7 @@ def test_later_incarnation_leaves_the_other_groups_until_its_first_clock_is_deci
 
 def test_later_incarnation_of_one_group_joins_nothing() -> None:
     one = Known(A, C, plain=[C])
-    one.membership.came_again()
+    one.membership.mark_resumed()
     assert one.sends(C) == []
     assert one.sends(A) == []
     assert not one.membership.any_pending

@@ -122,8 +122,8 @@ def test_session_resends_the_unanswered_in_order_with_their_numbers() -> None:
         session.submit(REQUEST, Operation(1))
     session.on_reply(Done(1))
     assert [message.seq for message in session.to_resend()] == [2, 3]
-    assert session.sent(Done(1)) is None
-    assert session.sent(Done(3)) is not None
+    assert session.pending_for(Done(1)) is None
+    assert session.pending_for(Done(3)) is not None
 
 
 def read() -> Read:
@@ -183,7 +183,7 @@ def test_call_that_is_taken_back_leaves_no_number_used() -> None:
     session.submit(REQUEST, Operation(1))
     for message in (read(), REQUEST):
         session.take_back([session.submit(message, Operation(1))])
-    assert (session.last, session.asked, session.calls, session.reading_calls) == (1, 0, 1, 0)
+    assert (session.last, session.last_read, session.calls, session.reading_calls) == (1, 0, 1, 0)
     assert not session.reads
 
 
@@ -268,7 +268,7 @@ def test_slots_never_overlap(steps: list[int]) -> None:
             other, start = slot.place
             assert other != arena or offset + step <= start or start + size <= offset
         owned[taken] = step
-    assert {own() for own in pool.taken} == set(owned)
+    assert {own() for own in pool.in_use_by} == set(owned)
 
 
 def test_slot_given_back_is_used_again_for_its_size_and_cut_for_another() -> None:
@@ -324,9 +324,9 @@ def test_slot_that_nothing_refers_to_is_free_again_when_no_request_speaks_of_it(
         pool.reclaim(oldest=oldest, last=oldest + 2)
         assert (pool.take(64), pool.in_use) == (None, 192)
     pool.reclaim(oldest=8, last=10)
-    assert (pool.in_use, len(pool.lost)) == (128, 1)
+    assert (pool.in_use, len(pool.lost_slots)) == (128, 1)
     pool.reclaim(oldest=9, last=11)
-    assert (pool.in_use, len(pool.lost)) == (64, 0)
+    assert (pool.in_use, len(pool.lost_slots)) == (64, 0)
     again = take(pool, 64), take(pool, 64)
     assert ({each.place for each in again}, third.place) == ({(1, 0), (1, 64)}, (1, 128))
 
@@ -336,9 +336,9 @@ def test_free_slots_that_are_cut_anew_count_as_lost_no_longer_than_until_the_nex
     pool.add_arena(1, 0, 128)
     pool.give_back([take(pool, 64)])
     large = take(pool, 128)
-    assert len(pool.lost) == 1
+    assert len(pool.lost_slots) == 1
     pool.reclaim(oldest=1, last=1)
-    assert (pool.in_use, len(pool.lost)) == (128, 0)
+    assert (pool.in_use, len(pool.lost_slots)) == (128, 0)
     pool.give_back([large])
     assert pool.in_use == 0
 

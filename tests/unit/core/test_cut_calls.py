@@ -36,7 +36,7 @@ def in_cut(one: Rig) -> list[tuple[list[int], dict[int, int], list[float]]]:
     """By shard: numbers of both clients, clocks and values of its part of the newest cut."""
     found = []
     for shard in one.shards:
-        part = shard.cuts.kept[max(shard.cuts.kept)]
+        part = shard.cuts.parts_here[max(shard.cuts.parts_here)]
         values = [float(part.blocks[number].field(0)[0]) for number in range(2)]
         found.append(([part.clients[A], part.clients[B]], part.clocks, values))
     return found

@@ -51,7 +51,7 @@ def end_checkpoint(one: Rig, number: int, *, committed: bool) -> None:
 
 def numbers(one: Rig, client: int) -> list[int | None]:
     """How much of a client each shard has in the newest cut."""
-    parts = [shard.cuts.kept[max(shard.cuts.kept)] for shard in one.shards]
+    parts = [shard.cuts.parts_here[max(shard.cuts.parts_here)] for shard in one.shards]
     return [part.clients.get(client) for part in parts]
 
 

@@ -47,7 +47,11 @@ def asked(one: Rig, client: int) -> tuple[int, ...]:
 def cuts(one: Rig) -> list[tuple[dict[int, int], tuple[int, ...]]]:
     """By shard: the clocks of its part of the newest cut, and the ranks that keep something."""
     one.deliver()
-    parts = [shard.cuts.kept[max(shard.cuts.kept)] for shard in one.shards if shard.cuts.kept]
+    parts = [
+        shard.cuts.parts_here[max(shard.cuts.parts_here)]
+        for shard in one.shards
+        if shard.cuts.parts_here
+    ]
     return [(part.clocks, part.left_out) for part in parts]
 
 

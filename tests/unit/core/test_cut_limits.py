@@ -107,7 +107,7 @@ def test_cut_of_shards_with_slow_pushes_is_taken_with_a_longer_pause(push_s: flo
     shards = SlowShards(push_s)
     assert not shards.taken().failed
     assert shards.limits[:2] == [cut.CUT_LIMIT_S, 2 * cut.CUT_LIMIT_S]
-    parts = [shard.cuts.kept[max(shard.cuts.kept)] for shard in shards.rig.shards]
+    parts = [shard.cuts.parts_here[max(shard.cuts.parts_here)] for shard in shards.rig.shards]
     assert parts[0].clients == parts[1].clients
     assert min(parts[0].clients[A], parts[0].clients[B]) > 1
     given_up_s = shards.limits[-2]

@@ -221,9 +221,11 @@ def test_call_that_ended_between_its_frames_is_not_under_way(ends: str) -> None:
     rests, again = SuspendMembership(0, ENTRY), JoinGroup(0, ENTRY, others=(FOLLOWS,))
     one.send(FIRST, rests if ends == "rests" else again)
     assert not sessions.in_call(0, FIRST, session.last)
-    assert sessions.begun_marks({FIRST: session.last}) == ((FIRST, 3, 8),), "until its next step"
+    assert sessions.unfinished_marks({FIRST: session.last}) == ((FIRST, 3, 8),), (
+        "until its next step"
+    )
     one.step(FIRST, {ENTRY: [1.0]}, clock=1, more=(3, 16))
-    assert sessions.begun_marks({FIRST: session.last}) == ((FIRST, 3, 16),)
+    assert sessions.unfinished_marks({FIRST: session.last}) == ((FIRST, 3, 16),)
 
 
 def test_request_that_names_no_others_ends_what_follows() -> None:

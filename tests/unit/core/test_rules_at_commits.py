@@ -176,7 +176,7 @@ def restored(one: Rig) -> Rig:
     one.deliver()
     new = Rig(shards=2, workers=2, rules={Odd.name: Odd})
     for shard, old in zip(new.shards, one.shards, strict=True):
-        part = old.cuts.kept[max(old.cuts.kept)]
+        part = old.cuts.parts_here[max(old.cuts.parts_here)]
         part.members = ()
         restore(shard, part, 0.0)
     for rank, client in enumerate((A, B)):

@@ -514,7 +514,7 @@ def test_rank_that_joins_as_a_cut_holds_a_vote_without_it_is_waited_for() -> Non
     assert one.shards[0].cuts.stops
     one.send(SECOND, JoinGroup(0, 0), 0)
     one.deliver()
-    parts = [part for shard in one.shards for part in shard.cuts.kept.values()]
+    parts = [part for shard in one.shards for part in shard.cuts.parts_here.values()]
     assert [part.clocks for part in parts] == [{0: 0}, {0: 0}], "the cut is before that clock"
     assert [answer.at for answer in one.answers(SECOND)] == [0, 0], "nothing is decided in a cut"
     assert values(one) == [0.0, 0.0], "the clock waits for rank 0"

@@ -327,7 +327,7 @@ class SimulatedClient(ClientProcess):
             seq = shard.session.last + here
             if isinstance(request, Read):
                 self._asked[shard.number] += 1
-                seq = -(shard.session.asked + self._asked[shard.number])
+                seq = -(shard.session.last_read + self._asked[shard.number])
             if request is not None:
                 self.cluster.call_of[self.writer, shard.number, seq] = group, call
         self.stepping = step.clock
