@@ -1,0 +1,107 @@
+"""A name is a noun or a verb in the infinitive: bare participles do not become more."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "paramserve"
+ROOT = "."
+
+STORY = frozenset({"brought", "came", "gone", "hear", "heard", "said", "say", "told", "went"})
+"""Words of storytelling, which name neither a thing nor an action of the field."""
+PARTICIPLES = STORY | {
+    "asked",
+    "begun",
+    "chosen",
+    "drawn",
+    "forgotten",
+    "found",
+    "given",
+    "held",
+    "kept",
+    "known",
+    "left",
+    "lost",
+    "made",
+    "meant",
+    "met",
+    "seen",
+    "sent",
+    "shown",
+    "taken",
+    "torn",
+    "wanted",
+}
+"""Participles that say what was done and not what the thing is; before a noun they are fine."""
+BUDGET: dict[str, int] = {
+    ROOT: 46,
+    "checkpoint": 3,
+    "cli": 2,
+    "client": 412,
+    "core": 51,
+    "launch": 3,
+    "messages": 16,
+    "observe": 2,
+    "pytorch": 199,
+    "worker": 3,
+}
+"""Most names in a folder that are such a word; lower it with each rename. ROOT: modules in none."""
+TO_CLEAN = frozenset({ROOT, "client", "pytorch", "worker"})
+"""Folders that still have words of `STORY`."""
+FIXED = frozenset({("core/cut_state.py", "told"), ("observe/checkpoints.py", "told")})
+"""Words of `STORY` that stay: a field of saved records, and a name that users have."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Each definition, argument, variable and attribute of a module, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.MatchAs(name=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield node.lineno, name
+
+
+@functools.cache
+def participles() -> dict[str, list[tuple[str, str]]]:
+    """By folder, the place and the word of each name that is a bare participle."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        file = path.relative_to(SOURCE)
+        folder = file.parts[0] if len(file.parts) > 1 else ROOT
+        for line, name in bound_names(ast.parse(path.read_text())):
+            word = name.strip("_").lower()
+            if word in PARTICIPLES:
+                places.setdefault(folder, []).append((f"{file}:{line}", word))
+    return places
+
+
+def test_folder_has_no_more_participles_as_names_than_its_budget() -> None:
+    places = participles()
+    over = [
+        f"{folder}: {len(words)} names, of a budget of {BUDGET.get(folder, 0)}: "
+        + ", ".join(f"{place} {word}" for place, word in words)
+        for folder, words in places.items()
+        if len(words) > BUDGET.get(folder, 0)
+    ]
+    assert not over, "name what it is, or lower what was there before:\n" + "\n".join(over)
+
+
+def test_clean_folder_tells_no_story() -> None:
+    places = [
+        f"{place} {word}"
+        for folder, words in participles().items()
+        if folder not in TO_CLEAN
+        for place, word in words
+        if word in STORY and (place.partition(":")[0], word) not in FIXED
+    ]
+    assert not places, f"name what it is: {', '.join(places)}"
