@@ -32,6 +32,7 @@ from tests.contract.echo_host import (
     receive,
 )
 from tests.contract.role_cluster import wait_until
+from tests.suites import each_case
 
 from paramserve.config import TLS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
@@ -348,21 +349,21 @@ def test_garbage_in_place_of_a_handshake_is_refused(host: Host) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("part", [1, 5, 50, None])
-def test_handshake_that_stops_is_cut_off_and_delays_no_other_peer(
-    make_host: MakeHost, part: int | None
-) -> None:
+def test_handshake_that_stops_is_cut_off_and_delays_no_other_peer(make_host: MakeHost) -> None:
     host = make_host("tls", Limits(handshake_timeout_s=1.0))
-    sock = begun(host)
-    sock.sendall(client_hello()[:part])
+    stopped = []
+    for part in (1, 5, 50, None):
+        stopped.append(begun(host))
+        stopped[-1].sendall(client_hello()[:part])
     link = host.connect()
     ping(link)
     assert host.refused == 0
-    with contextlib.suppress(ConnectionResetError):
-        while sock.recv(4096):  # The server's own part of the handshake.
-            pass
-    sock.close()
-    wait_until(lambda: host.refused == 1)
+    for sock in stopped:
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(4096):  # The server's own part of the handshake.
+                pass
+        sock.close()
+    wait_until(lambda: host.refused == len(stopped))
     ping(link)
     link.close()
 
@@ -455,7 +456,7 @@ def test_file_that_cannot_be_used_is_named_before_anything_is_dialled_or_listens
         asyncio.run(listen_tcp("127.0.0.1", 0, Credentials(TOKEN, tls), host.handler, host.limits))
 
 
-@pytest.mark.parametrize("context", [server_context, client_context])
+@each_case("context", [server_context, client_context])
 def test_context_is_made_once(context: Callable[[TLS], ssl.SSLContext]) -> None:
     tls = trusted_authority().issue(*HOSTS)
     same = TLS(tls.certificate, tls.key, tls.authority)

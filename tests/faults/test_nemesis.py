@@ -22,7 +22,6 @@ import pytest
 from tests.faults.drivers import ROOT
 from tests.faults.leftovers import folders
 from tests.faults.nemesis import (
-    ENDS,
     GOES_ON_S,
     MARKER,
     STARTS_WITHIN_S,
@@ -34,7 +33,8 @@ from tests.faults.nemesis import (
 from tests.faults.nemesis_victims import ANSWERED, LOGGED, SENT, Config, Outcome
 
 NAMED = os.environ.get("PARAMSERVE_NEMESIS", "")
-SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else list(range(len(ENDS)))
+SEEDS = [int(seed) for seed in NAMED.split(",")] if NAMED else [0, 1, 2, 3, 24]
+"""Each has another end. Seed 4 has two pauses of 5 s, seed 24 one."""
 MORE_SEEDS = [] if NAMED else list(range(100, 112))
 EVENTS = 5
 MORE_EVENTS = 20

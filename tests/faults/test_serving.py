@@ -243,7 +243,9 @@ def test_command_tells_a_cluster_as_json_and_probes_each_server(servers: Servers
         ps.connect(other, rank=0, token_file=servers.token, timeout_s=SOON_S)
     os.kill(first.pid, signal.SIGSTOP)
     try:
-        silent = told(address, "--probe")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paramserve.cli.cluster.STATUS_S", 0.5)
+            silent = told(address, "--probe")
     finally:
         os.kill(first.pid, signal.SIGCONT)
     assert isinstance(silent.exception, ConnectTimeout)

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.engine import output
 from paramserve.engine.output import LINE_BYTES_MAX, REDRAWN_S, UNENDED_S, Lines, Output
@@ -23,7 +24,7 @@ def shown(label: str, *pieces: bytes) -> bytes:
     return b"".join(lines.take(piece, 0.0) for piece in pieces) + lines.unended(0.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pieces", "expected"),
     [
         ((b"one\ntwo\n",), b"[a] one\n[a] two\n"),
@@ -169,12 +170,12 @@ LINES = b"a line of some twenty\n" * 2700
 
 
 def test_close_waits_for_a_reader_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "READER_S", 0.3, raising=False)
+    monkeypatch.setattr(output, "READER_S", 0.2, raising=False)
     reading, got = standard_pipe(monkeypatch), bytearray()
 
     def read() -> None:
         while len(got) < 2 * len(LINES):
-            time.sleep(0.1)
+            time.sleep(0.04)
             if not (data := os.read(reading, 4000)):
                 return
             got.extend(data)

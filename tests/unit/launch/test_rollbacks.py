@@ -19,11 +19,13 @@ from paramserve.checkpoint.storage import LocalFolder
 from paramserve.config import CoordinatorConfig, Deadlines, ServerConfig
 from paramserve.engine.base import Failure
 from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeError, ServerGone
-from paramserve.launch import overview, supervisor
+from paramserve.launch import supervisor
 from paramserve.launch.attempt import Attempt
 from paramserve.launch.checkpoints import SAME_MAX, Checkpoint, Recovery, recovery_of
 from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import CheckpointReport, GroupReport, ServerBeat, Status
+
+pytestmark = pytest.mark.usefixtures("_no_coordinator_is_waited_for")
 
 
 class Run:
@@ -86,13 +88,6 @@ class Run:
                 return
             threading.Event().wait(0.001)
         raise AssertionError(f"it never came: {self.supervisor.state}, {self.supervisor.error}")
-
-
-@pytest.fixture(autouse=True)
-def _no_coordinator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview, "CONNECT_S", 0.001)
-    monkeypatch.setattr(overview, "CONNECT_AGAIN_S", 0.001)
-    monkeypatch.setattr(supervisor, "LAST_STATUS_S", 0.001)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.contract.role_cluster import wait_until
+from tests.suites import each_case
 from tests.unit.launch.puppets import PLAN, Puppet, Puppets, started
 
 from paramserve.config import Credentials, Deadlines
@@ -22,6 +23,8 @@ from paramserve.launch.attempt import Attempt
 from paramserve.launch.roster import Restart
 from paramserve.observe import watch
 from paramserve.observe.status import RunStatus
+
+pytestmark = pytest.mark.usefixtures("_no_coordinator_is_waited_for")
 
 
 def test_roles_say_what_to_start_and_keep_the_token_to_themselves() -> None:
@@ -53,7 +56,7 @@ def test_launch_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["Thread.start", "os.mkdir", "atexit.register"])
+@each_case("where", ["Thread.start", "os.mkdir", "atexit.register"])
 def test_start_that_an_exception_leaves_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +129,7 @@ class Reads:
             threading.Event().wait(60.0)  # as a read that the server no longer answers
 
 
-@pytest.mark.parametrize("why", ["failure", "time"])
+@each_case("why", ["failure", "time"])
 def test_run_that_fails_is_read_before_its_servers_end(why: str) -> None:
     engine = Puppets()
     reads = Reads(engine)
@@ -208,7 +211,7 @@ def forget_fails() -> None:
     raise LookupError("forget")
 
 
-@pytest.mark.parametrize("broken", ["close", "forget"])
+@each_case("broken", ["close", "forget"])
 def test_cleanup_that_fails_is_the_error_and_leaves_no_one_waiting(
     tmp_path: Path, broken: str
 ) -> None:
@@ -243,7 +246,7 @@ class NotesItsEnd:
         self.reasons.append(reason)
 
 
-@pytest.mark.parametrize("failed", [True, False])
+@each_case("failed", [True, False])
 def test_clients_are_closed_with_the_error_of_the_run(failed: bool) -> None:
     engine, client = Puppets(), NotesItsEnd()
     supervisor = started(PLAN, engine)
