@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve import debugging, logs, recent
 from paramserve.config import (
@@ -47,7 +48,7 @@ def messages() -> list[str]:
     return [json.loads(line)["message"] for line in recent.lines()]
 
 
-@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.WARNING])
+@each_case("level", [logging.NOTSET, logging.INFO, logging.WARNING])
 def test_record_has_what_the_log_leaves_out_which_stays_as_it_was(
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.suites import each_case
 
 from paramserve import machine
 
@@ -22,7 +23,7 @@ def given(monkeypatch: pytest.MonkeyPatch, root: Path, own: str, files: dict[str
     monkeypatch.setattr(machine, "OWN_CGROUPS", root / "own")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("own", "files", "quota"),
     [
         ("0::/\n", {}, None),

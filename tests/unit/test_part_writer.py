@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.disk import Disk
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.checkpoint.manifest import Written
@@ -75,7 +76,7 @@ def values(disk: Disk, told: CutWritten) -> np.ndarray:
     return np.frombuffer(bytes(disk.now.files[number or 0][-8 * SIZE :]), np.float64)
 
 
-@pytest.mark.parametrize("turns", [0.5, 2.5, 3.5, 4.5, 9.5])
+@each_case("turns", [0.5, 2.5, 3.5, 4.5, 9.5])
 def test_part_is_as_it_was_at_the_cut_whatever_comes_between_turns(turns: float) -> None:
     disk = Disk()
     bench = Bench(disk)
@@ -164,7 +165,7 @@ def test_next_checkpoint_ends_the_one_before() -> None:
     assert not new.failed
 
 
-@pytest.mark.parametrize("nth", [1, 4, 9, 14])
+@each_case("nth", [1, 4, 9, 14])
 def test_failure_of_the_disk_is_told_and_the_next_part_is_written(nth: int) -> None:
     failing: list[Any] = []
 
@@ -210,7 +211,7 @@ def test_cut_that_is_not_written_is_let_go() -> None:
     assert not bench.cuts.parts_here
 
 
-@pytest.mark.parametrize("turns", [-1.0, 0.5, 2.5, 3.5])
+@each_case("turns", [-1.0, 0.5, 2.5, 3.5])
 def test_server_that_ends_within_a_checkpoint_begins_no_job(
     monkeypatch: pytest.MonkeyPatch, turns: float
 ) -> None:

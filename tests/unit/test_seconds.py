@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tests.seconds import folder_of
+from tests.suites import each_case
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -26,7 +26,7 @@ def test_it():
 WAITS = "import time\ndef test_it():\n    time.sleep(0.3)\n"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "folder"),
     [
         ("tests/sim/test_a.py", "sim"),

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.errors import warn_user
 
@@ -22,7 +22,7 @@ def within(module: str, function: Call) -> Call:
     return call
 
 
-@pytest.mark.parametrize("user", ["script", "torchvision.x", "paramserve_script_train"])
+@each_case("user", ["script", "torchvision.x", "paramserve_script_train"])
 def test_warning_shows_the_first_line_outside_of_the_package_and_torch(user: str) -> None:
     call = within("paramserve.worker", functools.partial(warn_user, "told"))
     for module in ("torch.optim.optimizer", "paramserve.pytorch.served", user, "torch", "main"):

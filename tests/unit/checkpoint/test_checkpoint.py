@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from tests.disk import Disk
 from tests.needs import needs
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import manifest as naming
@@ -209,7 +210,7 @@ def refusals(*calls: Callable[[], object]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("batch", "told"),
     [
         ({"key": [5, 1, 3]}, "columns"),
@@ -227,7 +228,7 @@ def test_rows_that_are_not_as_told_are_refused(batch: dict[str, np.ndarray], tol
         assert told in refusals(lambda: file.write(ROWS, batch), writer.finish)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arrays", "told"),
     [([np.zeros(5)], "float32, not float64"), ([np.zeros(309, np.float32)], "the arrays end")],
 )

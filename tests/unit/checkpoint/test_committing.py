@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from tests.disk import Disk
+from tests.suites import each_case
 from tests.unit.checkpoint.puppets import DRIVER, PLAN, SERVER, Puppets, started
 
 from paramserve.checkpoint.folder import Folder
@@ -244,7 +245,7 @@ def test_failed_checkpoint_is_told_and_the_next_one_is_tried_again() -> None:
     assert "No space left" in report.why
 
 
-@pytest.mark.parametrize("whose", [0, 1])
+@each_case("whose", [0, 1])
 def test_server_that_fails_gives_the_checkpoint_up(whose: int) -> None:
     disk = Disk()
     run = started(disk)

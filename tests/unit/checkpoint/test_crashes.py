@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.disk import Disk, Image, Operation
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint.folder import Folder
@@ -54,7 +55,7 @@ def crash(disk: Disk, write: Callable[[Folder, Manifest], object]) -> int:
     return states
 
 
-@pytest.mark.parametrize("full", [True, False])
+@each_case("full", [True, False])
 def test_crash_at_any_write_leaves_old_or_new(full: bool) -> None:
     assert (
         crash(Disk(), lambda folder, old: sample.save(folder, NEW, None if full else old)) >= STATES
@@ -113,7 +114,7 @@ class _ManifestFirst(Folder):
         self.disk.log[before:] = early + late + syncs
 
 
-@pytest.mark.parametrize("bug", ["folder not synced", "file not synced", "rename not synced"])
+@each_case("bug", ["folder not synced", "file not synced", "rename not synced"])
 def test_planted_bug_of_syncs_is_found(bug: str) -> None:
     with pytest.raises(AssertionError):
         crash(_Planted(bug), lambda folder, old: sample.save(folder, NEW, old))

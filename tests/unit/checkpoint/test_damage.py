@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.disk import Disk, Image
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint.folder import Folder
@@ -126,7 +127,7 @@ def test_manifest_of_a_newer_version_is_refused() -> None:
         folder.prune(keep=1)
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/x", "a//b", "a/./b", ""])
+@each_case("path", ["../x", "/etc/x", "a//b", "a/./b", ""])
 def test_path_out_of_the_folder_is_refused(path: str) -> None:
     _, (third, *_) = saved()
     file = msgspec.structs.replace(third.files[0], path=path)
@@ -135,7 +136,7 @@ def test_path_out_of_the_folder_is_refused(path: str) -> None:
         decode(text, "manifest-3.json", "x")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "told"),
     [
         (pickle.dumps({"weights": np.ones(300)}), "looks like a pickle"),
@@ -183,7 +184,7 @@ def test_pickle_among_what_a_worker_saved_is_refused() -> None:
         found.saved(0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "header",
     [
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}',

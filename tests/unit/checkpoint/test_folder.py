@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import claims
@@ -55,7 +56,7 @@ def test_second_run_is_refused_until_the_first_crashes(
         pass
 
 
-@pytest.mark.parametrize("taken", ["by another run", "by none"])
+@each_case("taken", ["by another run", "by none"])
 def test_run_whose_folder_was_removed_leaves_what_is_there(tmp_path: Path, taken: str) -> None:
     root = tmp_path / "runs"
     root.mkdir()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.needs import needs
+from tests.suites import each_case
 
 from paramserve.checkpoint.folder import Folder, split_path
 from paramserve.checkpoint.locations import storage_at, whole_path
@@ -14,7 +15,7 @@ from paramserve.checkpoint.storage import LocalFolder
 from paramserve.errors import CheckpointError, ParamServeError, shown
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "told"),
     [
         ("memory://runs/a", "memory:// is of one process"),
@@ -35,7 +36,7 @@ def test_url_of_a_folder_of_this_machine_is_its_path(tmp_path: Path) -> None:
     assert whole_path("it", "s3://bucket/a/") == "s3://bucket/a"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "told"),
     [
         ("sftp://ann:p@ss@host/a is full", "sftp://host/a is full"),

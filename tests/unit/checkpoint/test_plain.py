@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.needs import needs
+from tests.suites import each_case
 
 from paramserve.checkpoint.plain import DEPTH_MAX, dump, load, pack, unpack
 
@@ -22,7 +23,7 @@ def there_and_back(state: Any) -> Any:
     return unpack(text, arrays.__getitem__)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "state",
     [
         None,
@@ -53,7 +54,7 @@ def test_a_shape_comes_back() -> None:
     assert type(found) is torch.Size
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "int64", ">f4", "uint64"])
+@each_case("dtype", ["bool", "int8", "uint16", "float16", "int64", ">f4", "uint64"])
 def test_arrays_come_back(dtype: str) -> None:
     given = np.arange(12).reshape(3, 4).astype(dtype)[:, ::2]
     found = there_and_back({"a": given, "zero": np.array(1.5), "none": np.empty((0, 3))})
@@ -99,7 +100,7 @@ class Stage(IntEnum):
 Point = namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "told"),
     [
         ({"sampler": Sampler()}, r"state\['sampler'\] is a .*Sampler, which cannot be stored"),
@@ -143,7 +144,7 @@ def test_what_holds_itself_is_refused() -> None:
         pack(state)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04\x95", b"\xc1", b"\xc7\x01\x63x", b"\x92\x01"])
+@each_case("data", [b"", b"\x80\x04\x95", b"\xc1", b"\xc7\x01\x63x", b"\x92\x01"])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="no data that a worker saved"):
         unpack(data, {}.__getitem__)
@@ -169,7 +170,7 @@ def test_what_is_dumped_in_one_piece_comes_back() -> None:
         dump({"list": set()}, "worker's")
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04\x95", b"\x92\xc4\x01\x90\x91", b"\x90"])
+@each_case("data", [b"", b"\x80\x04\x95", b"\x92\xc4\x01\x90\x91", b"\x90"])
 def test_other_bytes_than_dumped_ones_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="no data that a worker saved"):
         load(data)

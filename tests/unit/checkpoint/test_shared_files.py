@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import storage
@@ -95,7 +96,7 @@ def test_a_server_holds_its_bytes_from_the_first_write_to_the_last_sync(
     assert not is_held(path, 0, whole.size)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@each_case("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 from rich.console import Console
+from tests.suites import each_case
 
 from paramserve.cli import cli, main
 from paramserve.launch import serve as serving
@@ -45,7 +46,7 @@ def test_token_is_for_this_user_only_and_never_overwritten(tmp_path: Path) -> No
     assert first.strip() not in again.output
 
 
-@pytest.mark.parametrize("name", ["", "-"])
+@each_case("name", ["", "-"])
 def test_token_without_a_path_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +99,7 @@ def test_serve_without_a_port_says_only_that(
     assert "without TLS" not in caplog.text
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1", "[::1]", "localhost"])
+@each_case("host", ["0.0.0.0", "10.0.0.1", "127.0.0.1", "[::1]", "localhost"])
 def test_serve_beyond_this_machine_without_tls_warns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.suites import each_case
 
 from paramserve import __version__, kernel_folder
 from paramserve.cli import cli
@@ -48,7 +49,7 @@ CASES: list[tuple[Callable[[], Finding], str, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("look", "name", "value", "verdict", "advice"), CASES)
+@each_case(("look", "name", "value", "verdict", "advice"), CASES)
 def test_what_is_short_is_told_with_what_to_do(
     look: Callable[[], Finding],
     name: str,

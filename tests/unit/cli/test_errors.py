@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.suites import each_case
 
 from paramserve.cli import cli, cluster, main
 from paramserve.cli.commands import REMOVED
@@ -19,7 +20,7 @@ from paramserve.messages import Member, Status
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("command", [("token",), ("plan", "--workers", "2", "--out")])
+@each_case("command", [("token",), ("plan", "--workers", "2", "--out")])
 def test_file_that_cannot_be_written_is_told_in_one_line(
     command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,7 +31,7 @@ def test_file_that_cannot_be_written_is_told_in_one_line(
     assert str(path) in told
 
 
-@pytest.mark.parametrize("command", REMOVED)
+@each_case("command", REMOVED)
 def test_command_that_was_removed_is_told_with_what_replaces_it(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 
 import paramserve.cli as cli
 import paramserve.launch as launch
@@ -46,9 +47,7 @@ def runs_to(values: dict[str, Any] | None, ended_by: type[BaseException] | None)
 W = {"w": np.ones(2)}
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "status"), [(None, 0), (KeyboardInterrupt, INTERRUPTED), (WorkerFailed, 1)]
-)
+@each_case(("ended_by", "status"), [(None, 0), (KeyboardInterrupt, INTERRUPTED), (WorkerFailed, 1)])
 def test_model_is_written_however_the_run_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,7 +97,7 @@ def must_not_run(*_: object, **__: object) -> Result:
     raise AssertionError("it was started")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("out", "words"),
     [
         ("missing/model.pt", "missing/model.pt cannot be written: No such file or directory"),
@@ -125,7 +124,7 @@ def test_file_that_cannot_be_written_is_refused_before_the_start(
     assert list(tmp_path.iterdir()) == [tmp_path / "script.py"]
 
 
-@pytest.mark.parametrize("option", ["--load-state", "--load-tables"])
+@each_case("option", ["--load-state", "--load-tables"])
 def test_file_that_is_not_there_is_refused_before_the_script_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,9 +152,7 @@ def test_save_without_torch_is_refused_before_the_start(
     assert "pip install 'paramserve[torch]'" in told
 
 
-@pytest.mark.parametrize(
-    ("lost", "interrupted"), [("its folder", True), ("the present folder, too", False)]
-)
+@each_case(("lost", "interrupted"), [("its folder", True), ("the present folder, too", False)])
 def test_model_that_cannot_be_written_at_the_end_is_written_elsewhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -254,7 +251,7 @@ def run_saving(out: Path) -> int:
     return main(["run", f"{script}:train", "--show", "none", "--save", str(out)])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "expected"),
     [
         ([], (None, False)),

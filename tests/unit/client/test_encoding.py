@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.client.fakes import block_of
 
 from paramserve.client.encoding import Encoded, Encoder, in_words
@@ -112,7 +113,7 @@ def left_of(block: Block, pushes: Sequence[Pushed], decay: float) -> Any:
     return left
 
 
-@pytest.mark.parametrize("kind", [Int4, Int2, Sign, TopK], ids=lambda kind: kind.__name__)
+@each_case("kind", [Int4, Int2, Sign, TopK], ids=lambda kind: kind.__name__)
 def test_residual_is_that_of_what_was_applied(kind: Any) -> None:
     for decay, window, meanwhile in product((1.0, 0.75), (1, 2, 5), (False, True)):
         check_residual(kind, decay, window, meanwhile)

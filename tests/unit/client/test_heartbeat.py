@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.client.heartbeat import BEAT_BYTES_MAX, RECORDS_PER_BEAT_MAX, Heartbeat
 from paramserve.config import Limits
@@ -155,7 +156,7 @@ def interrupted(call: Callable[[], object], moment: int, handler: Callable[[], o
     return left < 0
 
 
-@pytest.mark.parametrize("main", ["log", "send"])
+@each_case("main", ["log", "send"])
 def test_handler_that_logs_within_the_call_loses_nothing(main: str) -> None:
     link = TakesBeats()
     heartbeat = Heartbeat(link, 0, NEVER_S, Limits())  # type: ignore[arg-type]  # a fake

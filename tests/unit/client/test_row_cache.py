@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.client import row_cache
 from paramserve.client.row_cache import RowCache
@@ -37,8 +38,8 @@ def made(rows: int, clocks: int = 3) -> RowCache:
     return RowCache(rows, clocks, DIM, keep_pushed=False)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 60, 1000])
-@pytest.mark.parametrize("looked_at", [4, 1024])
+@each_case("rows", [1, 7, 60, 1000])
+@each_case("looked_at", [4, 1024])
 def test_cache_that_does_anything_agrees_with_a_dict(
     monkeypatch: pytest.MonkeyPatch, rows: int, looked_at: int
 ) -> None:

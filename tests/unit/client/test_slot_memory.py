@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import sin
 from random import Random
 
-import pytest
+from tests.suites import each_case
 from tests.unit.client.fakes import Links
 
 from paramserve.client.exchange import FIRST_ARENA_BYTES, Exchange, Slot
@@ -62,7 +62,7 @@ SIZES: dict[str, tuple[Amount, Amount]] = {
 """By name: the size of a slot, and how many are taken at once."""
 
 
-@pytest.mark.parametrize("case", SIZES)
+@each_case("case", SIZES)
 def test_arenas_of_random_slots_stay_below_twice_what_is_in_use_at_once(case: str) -> None:
     size, at_once = SIZES[case]
     random, memory = Random(1), Memory()

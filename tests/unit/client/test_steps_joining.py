@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 from tests.unit.client.fakes import Memory, block_of
 from tests.unit.client.test_steps import HYPER, Bench
 
@@ -308,7 +309,7 @@ def test_pull_does_not_join() -> None:
     assert (one.said(), one.pending()) == ([(STEP, 1, 0)], [A])
 
 
-@pytest.mark.parametrize("clock", [0, 5], ids=["where it was", "where the others are"])
+@each_case("clock", [0, 5], ids=["where it was", "where the others are"])
 def test_rank_that_is_told_that_it_is_pending_joins_before_its_next_step(clock: int) -> None:
     one = Joiner()
     one.step(A)
@@ -408,7 +409,7 @@ def test_enter_ahead_that_takes_too_long_is_repeated() -> None:
     assert (one.said(), one.pending()) == ([(JOIN, 1, ()), (JOIN, 1, ())], [])
 
 
-@pytest.mark.parametrize("member", [False, True])
+@each_case("member", [False, True])
 def test_added_rank_is_pending_in_a_group_that_is_new_unless_it_is_a_member_of_the_first(
     member: bool,
 ) -> None:
@@ -423,7 +424,7 @@ def test_added_rank_is_pending_in_a_group_that_is_new_unless_it_is_a_member_of_t
     assert (pending("a"), pending("later")) == (not member, not member)
 
 
-@pytest.mark.parametrize(("returned", "pending"), [(False, [A]), (True, [A, BB])])
+@each_case(("returned", "pending"), [(False, [A]), (True, [A, BB])])
 def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
     returned: bool, pending: list[Block]
 ) -> None:
@@ -438,7 +439,7 @@ def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
     assert one.pending() == pending
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@each_case("groups", [1, 2])
 def test_later_incarnation_goes_on_with_the_first_group_at_its_own_clock(groups: int) -> None:
     """The shards hold the last step of the older one there: its clock is not decided yet."""
     one = Joiner(BB)
@@ -453,7 +454,7 @@ def test_later_incarnation_goes_on_with_the_first_group_at_its_own_clock(groups:
     assert one.said() == [(JOIN, 1, (2,))] * (groups > 1) + [(STEP, 1, 5)]
 
 
-@pytest.mark.parametrize("returned", [False, True])
+@each_case("returned", [False, True])
 def test_rank_that_the_others_went_on_without_is_pending_in_a_group_that_is_new(
     returned: bool,
 ) -> None:

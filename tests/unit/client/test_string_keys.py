@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.needs import needs
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client.names import as_keys
@@ -152,7 +153,7 @@ def test_every_kind_of_column_has_the_same_keys() -> None:
         assert as_keys(column, "users")[0].tolist() == wanted, kind
 
 
-@pytest.mark.parametrize("empty", [[], np.array([], "U4"), np.array([], object)])
+@each_case("empty", [[], np.array([], "U4"), np.array([], object)])
 def test_no_strings_have_no_keys(empty: Any) -> None:
     assert ps.keys_of(empty).shape == (0,)
     assert as_keys(empty, "users")[0].shape == (0,)
@@ -178,7 +179,7 @@ def test_many_strings_keep_their_order() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("missing", "shown"), [(None, "None"), (float("nan"), "nan"), (np.float64("nan"), "nan")]
 )
 def test_missing_id_is_refused_with_its_position(missing: Any, shown: str) -> None:
@@ -212,7 +213,7 @@ def test_missing_id_of_a_column_is_refused_with_its_position() -> None:
             as_keys(column, "users")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("wrong", "text"),
     [
         ([1, 2], "position 0 has the type int"),
@@ -227,7 +228,7 @@ def test_what_is_no_string_is_refused(wrong: Any, text: str) -> None:
         ps.keys_of(wrong)
 
 
-@pytest.mark.parametrize("column", [np.array([1, 2], object), [1, 2]], ids=["object", "list"])
+@each_case("column", [np.array([1, 2], object), [1, 2]], ids=["object", "list"])
 def test_integers_in_an_object_column_are_told_to_be_integers_first(column: Any) -> None:
     with pytest.raises(TypeError, match=r"To fix: Integers that .*astype\(np\.int64\)"):
         ps.keys_of(column)

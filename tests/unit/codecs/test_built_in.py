@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 from tests.unit.codecs import reference
 
 from paramserve.codecs import (
@@ -99,7 +100,7 @@ def normal(size: int, scale: float = 1.0) -> Floats:
     return np.asarray(drawn, np.float32)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@each_case("codec", CODECS, ids=repr)
 def test_bytes_are_those_of_the_reference(codec: Codec) -> None:
     for size, seed in itertools.product(SIZES, (0, 0xFFFFFFFF)):
         for values in (normal(size), normal(size, 1e-3), np.zeros(size, np.float32)):
@@ -132,7 +133,7 @@ def test_draws_of_other_seeds_are_others() -> None:
         assert (encode(codec, normal(64), 1) != encode(codec, normal(64), 2)).any(), codec
 
 
-@pytest.mark.parametrize("codec", DRAWN, ids=repr)
+@each_case("codec", DRAWN, ids=repr)
 def test_largest_value_never_changes_its_sign(codec: Codec) -> None:
     """Its level, and noise of almost a half, are the next level to within a rounding error: of as
     many draws some were, before they were limited."""
@@ -209,7 +210,7 @@ def test_bytes_of_another_length_are_refused() -> None:
                 decode(codec, wrong, 700)
 
 
-@pytest.mark.parametrize("codec", [Int8(), Int4(), Int2(), Sign()], ids=repr)
+@each_case("codec", [Int8(), Int4(), Int2(), Sign()], ids=repr)
 def test_scale_that_is_none_is_refused(codec: Codec) -> None:
     good = encode(codec, normal(700))
     scales = np.array([math.nan, math.inf, -1.0], "<f4").view(np.uint8).reshape(-1, 4)
@@ -261,7 +262,7 @@ def test_any_bytes_are_decoded_or_refused(data: bytes, count: int) -> None:
                 assert not np.isnan(found).any()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "told"),
     [
         (lambda: TopK(0), "ratio of ps.TopK must be above 0"),
@@ -326,9 +327,7 @@ def test_what_is_no_codec_is_refused() -> None:
         as_codec(Delta, "pull")
 
 
-@pytest.mark.parametrize(
-    "codec", [Int4(32), TopK(0.1) | Int8(8), Int8(even_local=True)], ids=lambda c: c.called
-)
+@each_case("codec", [Int4(32), TopK(0.1) | Int8(8), Int8(even_local=True)], ids=lambda c: c.called)
 def test_delta_travels_with_the_codec_of_its_deltas(codec: Codec) -> None:
     delta = Delta(codec)
     assert build(spec(delta)) == delta
@@ -336,7 +335,7 @@ def test_delta_travels_with_the_codec_of_its_deltas(codec: Codec) -> None:
     assert delta.even_local == codec.even_local
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "told"),
     [
         ({}, "a delta's codec is the name of a codec, and not None"),

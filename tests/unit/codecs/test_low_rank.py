@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.codecs.test_built_in import aligned, decode, encode, there_and_back
 
 from paramserve.codecs import Codec, Int8, PowerSGD, TopK
@@ -43,8 +44,8 @@ def projected(matrix: Any, rank: int, iterations: int, seed: tuple[int, int]) ->
     return spans @ np.linalg.pinv(spans) @ matrix
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@each_case("iterations", [1, 2])
+@each_case("rank", [1, 2, 4])
 def test_matrices_are_projected_and_all_else_is_exact(rank: int, iterations: int) -> None:
     values, seed = normal(SHAPES), 0x1_0000_0007
     codec = PowerSGD(rank, iterations).bound(SHAPES)
@@ -87,7 +88,7 @@ def test_second_iteration_comes_closer_to_the_best_matrix() -> None:
     assert left[2] < 1.01 * best
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-20, 1e20, 1e38])
+@each_case("size", [0.0, 1e-45, 1e-38, 1e-20, 1e20, 1e38])
 def test_extremes_stay_close(size: float) -> None:
     codec = PowerSGD(1).bound([(9, 8)])
     for values in (np.full(72, size, np.float32), np.full(72, -size, np.float32)):
@@ -142,7 +143,7 @@ def test_bytes_that_are_none_are_refused() -> None:
     assert np.isfinite(decode(codec, data, 605)).all()
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "2"])
+@each_case("wrong", [0, -1, 1.0, True, "2"])
 def test_options_are_checked(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"rank of ps.PowerSGD is an int at least 1"):
         PowerSGD(wrong)

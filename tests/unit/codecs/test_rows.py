@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 from tests.unit.codecs import reference
 
 from paramserve.codecs import BFloat16, Codec, Float16, Int2, Int4, Int8, Sign, TopK
@@ -78,7 +79,7 @@ def of_rows(codec: Codec | None, values: Floats) -> bytes:
     return b"".join(row[:scales] for row in each) + b"".join(row[scales:] for row in each)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@each_case("codec", CODECS, ids=repr)
 def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None) -> None:
     for dim, count in itertools.product(DIMS, (0, 1, 5)):
         rows, values = RowCodec(codec, dim, random=False), normal(count, dim, dim)
@@ -90,8 +91,8 @@ def test_bytes_are_those_of_each_row_by_itself(codec: Codec | None) -> None:
             np.testing.assert_array_equal(found[number], alone[0])
 
 
-@pytest.mark.parametrize("dim", [1, 63, 100])
-@pytest.mark.parametrize("codec", [Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr)
+@each_case("dim", [1, 63, 100])
+@each_case("codec", [Int8(32), Int4(), Int4(rounding="nearest"), Int2()], ids=repr)
 def test_gradients_are_rounded_at_random_without_bias(codec: Int8 | Int4 | Int2, dim: int) -> None:
     """The mean of 10,000 draws, within 4 standard errors; a value moves by less than a level."""
     rows, values = RowCodec(codec, dim, random=True), normal(3, dim, 1)
@@ -209,7 +210,7 @@ def test_keys_are_their_distances(given_keys: list[int], repeated: bool) -> None
     assert back(data, len(wanted), least).view(np.uint64).tolist() == wanted
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("keys", "nbytes"),
     [
         (np.arange(1000), 1000),
@@ -223,7 +224,7 @@ def test_bytes_of_keys(keys: Any, nbytes: int) -> None:
     assert len(coded(keys, ONCE)) == nbytes
 
 
-@pytest.mark.parametrize(("count", "shortest"), [(1, 8), (16, 7.8), (65_536, 7.1)])
+@each_case(("count", "shortest"), [(1, 8), (16, 7.8), (65_536, 7.1)])
 def test_hashes_take_about_as_much_as_they_did(count: int, shortest: float) -> None:
     """Of 65,536 the distances are 2**48 in the mean, and above 2**49 with a chance of e**-2."""
     draw = np.random.default_rng(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.codecs import reference
 from tests.unit.codecs.test_built_in import encode, normal, there_and_back
 
@@ -68,7 +69,7 @@ def test_chain_has_the_flags_of_its_first_codec() -> None:
     assert there_and_back(unbiased, np.ones(10, np.float32)).tolist().count(2.0) == 5
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "told"),
     [
         (
@@ -92,7 +93,7 @@ def test_chain_in_another_order_is_refused_with_the_one_that_works(make: Any, to
 CHAIN = spec(TopK(0.01) | Int4())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "error", "told"),
     [
         ({"first": "Chain"}, ValueError, "a chain's first is the name of a codec, and not 'Chain'"),

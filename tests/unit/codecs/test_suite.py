@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.suites import passes
+from tests.suites import each_case, passes
 from tests.unit.codecs import reference
 
 from paramserve.codecs import (
@@ -205,7 +205,7 @@ SUITES = [
 ]
 
 
-@pytest.mark.parametrize("kind", SUITES, ids=lambda kind: kind.__name__)
+@each_case("kind", SUITES, ids=lambda kind: kind.__name__)
 def test_codec_passes_the_suite(kind: type[CodecSuite]) -> None:
     passes(kind())
 
@@ -293,7 +293,7 @@ class Diverges(CustomCodec):
         out[:] = data.view(np.float32)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "test", "told"),
     [
         (WritesPast, "bytes_are_within_size", "written past"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 
 from paramserve.config import check_count, check_number
 from paramserve.consistency.base import (
@@ -66,7 +67,7 @@ def test_sync_reads_when_the_slowest_has_finished_the_clock() -> None:
     assert Sync().on_pull(Pull(0, 0), standing()) == ADMIT
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("backup", "arrived", "answer"),
     [
         (0, (0, 1), Wait((2,))),
@@ -87,15 +88,13 @@ def test_sync_clock_is_decided_without_its_backup(
     assert Sync(backup=backup).on_clock(standing(3, 3, 3, arrived=arrived)) == answer
 
 
-@pytest.mark.parametrize(
-    ("waited_s", "answer"), [(0.0, Wait((1,), 0.5)), (0.49, Wait((1,), 0.5)), (0.5, ADMIT)]
-)
+@each_case(("waited_s", "answer"), [(0.0, Wait((1,), 0.5)), (0.49, Wait((1,), 0.5)), (0.5, ADMIT)])
 def test_sync_timeout_decides_with_those_that_are_there(waited_s: float, answer: Any) -> None:
     group = standing(3, 3, arrived=(0,), waited_s=waited_s)
     assert Sync(timeout_s=0.5).on_clock(group) == answer
 
 
-@pytest.mark.parametrize("arrived", [(0, 7), (7, 8), (0, 7, 8)])
+@each_case("arrived", [(0, 7), (7, 8), (0, 7, 8)])
 def test_sync_timeout_holds_when_one_that_left_has_pushed(arrived: Any) -> None:
     group = standing(3, 3, arrived=arrived, waited_s=0.6)
     assert Sync(timeout_s=0.5).on_clock(group) == ADMIT
@@ -105,7 +104,7 @@ def test_sync_timeout_without_gradients_decides_nothing() -> None:
     assert Sync(timeout_s=0.5).on_clock(standing(3, 3)) == Wait((0, 1), 0.5)
 
 
-@pytest.mark.parametrize(("step_s", "until_s"), [(0.01, 0.05), (0.1, 0.3)])
+@each_case(("step_s", "until_s"), [(0.01, 0.05), (0.1, 0.3)])
 def test_sync_adaptive_deadline_follows_the_median(step_s: float, until_s: float) -> None:
     policy = Sync(timeout_s=Adaptive(factor=3.0, least_s=0.05))
     group = standing(3, 3, arrived=(0,), step_s=step_s)
@@ -119,7 +118,7 @@ def test_sync_adaptive_deadline_without_a_median_is_none() -> None:
     assert Sync(timeout_s=Adaptive()).on_clock(group) == Wait((1,))
 
 
-@pytest.mark.parametrize(("workers", "fine"), [(0, True), (1, False), (2, False), (3, True)])
+@each_case(("workers", "fine"), [(0, True), (1, False), (2, False), (3, True)])
 def test_sync_backup_needs_more_workers(workers: int, fine: bool) -> None:
     policy = Sync(backup=2)
     if fine:
@@ -143,7 +142,7 @@ def test_async_applies_and_never_waits() -> None:
     assert not Async().collects
 
 
-@pytest.mark.parametrize(("staleness", "answer"), [(0, APPLY), (3, APPLY), (4, DROP), (1000, DROP)])
+@each_case(("staleness", "answer"), [(0, APPLY), (3, APPLY), (4, DROP), (1000, DROP)])
 def test_async_drop_after_keeps_the_last_one_allowed(staleness: int, answer: Any) -> None:
     assert Async(drop_after=3).on_push(stale(staleness), standing(3, 3)) == answer
 
@@ -153,7 +152,7 @@ def test_async_drop_after_zero_takes_fresh_gradients_only() -> None:
     assert Async(drop_after=0).on_push(stale(1), standing(3)) == DROP
 
 
-@pytest.mark.parametrize("damping", [Inverse(0.5), Exponential(), Polynomial(), halves])
+@each_case("damping", [Inverse(0.5), Exponential(), Polynomial(), halves])
 def test_async_damping_is_of_the_learning_rate_and_factor_of_the_gradient(
     damping: Callable[[int], float],
 ) -> None:
@@ -168,13 +167,13 @@ def test_async_dropped_gradient_is_not_damped() -> None:
     assert Async(damping=fails, drop_after=0).on_push(stale(1), standing(3)) == DROP
 
 
-@pytest.mark.parametrize(("workers", "less"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 0.75)])
+@each_case(("workers", "less"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 0.75)])
 def test_async_corrected_momentum_follows_the_live_workers(workers: int, less: float) -> None:
     group = standing(*[3] * workers)
     assert Async(momentum="corrected").on_push(stale(2), group) == Apply(1.0, less)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("clock", "answer"),
     [(0, ADMIT), (6, ADMIT), (7, Wait((1,))), (8, Wait((1, 2)))],
 )
@@ -182,13 +181,13 @@ def test_bound_read_waits_for_those_behind_it(clock: int, answer: Any) -> None:
     assert BoundedStaleness(4).on_pull(Pull(0, clock), standing(clock, 2, 3)) == answer
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@each_case("bound", [0, 1, 4])
 def test_bound_slowest_worker_is_never_held(bound: int) -> None:
     for clocks in ((5, 5), (5, 9), (5, 500)):
         assert BoundedStaleness(bound).on_pull(Pull(0, 5), standing(*clocks)) == ADMIT
 
 
-@pytest.mark.parametrize("policy", [BoundedStaleness(4), DelayCompensated(), Buffered(2), Async()])
+@each_case("policy", [BoundedStaleness(4), DelayCompensated(), Buffered(2), Async()])
 def test_push_is_multiplied_by_the_workers_factor(policy: Policy) -> None:
     answer = policy.on_push(stale(0, factor=0.3), standing(3))
     assert isinstance(answer, Apply | Buffer)
@@ -286,9 +285,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "error", "text"), WRONG, ids=[text for *_, text in WRONG]
-)
+@each_case(("kind", "arguments", "error", "text"), WRONG, ids=[text for *_, text in WRONG])
 def test_wrong_argument_is_refused(
     kind: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], text: str
 ) -> None:
@@ -304,7 +301,7 @@ NEEDED: dict[type[Policy], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BUILT_IN.values())
+@each_case("kind", BUILT_IN.values())
 def test_on_nonfinite_is_one_of_two(kind: Any) -> None:
     needed = NEEDED.get(kind, {})
     assert kind(**needed, on_nonfinite="skip").on_nonfinite == "skip"
@@ -329,7 +326,7 @@ def test_build_function_that_servers_do_not_know_is_refused() -> None:
     assert terms(spec(Async(damping=halves))).policy is None
 
 
-@pytest.mark.parametrize("wrong", ["sync", None, Sync, Inverse(0.1)])
+@each_case("wrong", ["sync", None, Sync, Inverse(0.1)])
 def test_spec_of_something_else_is_a_type_error(wrong: Any) -> None:
     words = r"call it: ps\.Sync\(\)" if wrong is Sync else "Sync, Async"
     with pytest.raises(TypeError, match=words):

@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.consistency.built_in import DAMPINGS, Exponential, Inverse, Polynomial
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("damping", "staleness", "expected"),
     [
         (Inverse(0.1), 10, 0.5),
@@ -25,12 +26,12 @@ def test_damping_by_staleness_is_the_formula(damping: Any, staleness: int, expec
     assert damping(staleness) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", DAMPINGS)
+@each_case("kind", DAMPINGS)
 def test_damping_fresh_gradient_counts_whole(kind: Any) -> None:
     assert kind()(0) == 1.0
 
 
-@pytest.mark.parametrize("kind", DAMPINGS)
+@each_case("kind", DAMPINGS)
 def test_damping_is_a_falling_share_for_any_staleness(kind: Any) -> None:
     for strength in (1e-12, 0.5, 1e300):
         shares = [kind(strength)(staleness) for staleness in (0, 1, 2, 50, 10**12)]
@@ -38,7 +39,7 @@ def test_damping_is_a_falling_share_for_any_staleness(kind: Any) -> None:
         assert all(type(each) is float and 0.0 <= each <= 1.0 for each in shares)
 
 
-@pytest.mark.parametrize("kind", DAMPINGS)
+@each_case("kind", DAMPINGS)
 def test_damping_strength_that_is_none_is_refused(kind: Any) -> None:
     for wrong in (-0.1, math.nan, math.inf, -math.inf):
         with pytest.raises(

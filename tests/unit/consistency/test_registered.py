@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.codecs import Codec as BuiltInCodec
 from paramserve.codecs import CustomCodec
@@ -114,7 +115,7 @@ def test_rule_and_policy_of_one_name_are_refused() -> None:
         registered([Own, Namesake])
 
 
-@pytest.mark.parametrize("wrong", [3, "Own", max, Own(), Rule(), Codec()])
+@each_case("wrong", [3, "Own", max, Own(), Rule(), Codec()])
 def test_what_is_neither_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"rules= takes classes of rules, policies and codecs, and"):
         registered([wrong])
@@ -216,7 +217,7 @@ class Helped(Async):
         return self.weigh(push)
 
 
-@pytest.mark.parametrize("kind", [Helped, Scaled, UsesItsOwn])
+@each_case("kind", [Helped, Scaled, UsesItsOwn])
 def test_policy_with_methods_beside_its_own_ones_is_taken(kind: type[Policy]) -> None:
     with warnings.catch_warnings(action="error"):
         assert dict(registered([kind]).policies) == {kind.__name__: kind}
@@ -239,7 +240,7 @@ def function(name: str) -> Callable[[int], float]:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "words"),
     [
         ([Thawed], "Thawed has to be a frozen dataclass"),
@@ -264,7 +265,7 @@ def test_what_cannot_be_registered_is_refused(given: list[Any], words: str) -> N
         registered(given)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rules", "words"),
     [
         (Own, r"rules= takes a list, as in rules=\[Own\]"),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from tests.suites import each_case
 
 from paramserve.codecs import BFloat16, Int4
 from paramserve.config import ConsistencySpec
@@ -69,7 +70,7 @@ def test_policy_with_an_unknown_codec_is_refused_as_that() -> None:
 # --- on the wire ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     "policy",
     [
         Own(whole=3, real=2.0, text="Sync", flag=True),
@@ -101,7 +102,7 @@ def test_terms_say_what_clients_without_the_class_need() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "mine"),
     [
         (Sync(), True),
@@ -114,7 +115,7 @@ def test_policy_with_a_users_code_is_not_built_in(policy: Policy, mine: bool) ->
     assert is_built_in(policy) is mine
 
 
-@pytest.mark.parametrize(
+@each_case(
     "described",
     [
         ConsistencySpec("Async", {"damping": "eval"}),
@@ -130,7 +131,7 @@ def test_peer_cannot_name_what_is_not_registered_as_that(described: ConsistencyS
         build(described, {"halves": halves, "OwnRule": OwnRule})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "described",
     [
         ConsistencySpec("Async", {"drop_after": -1}),

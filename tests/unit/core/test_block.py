@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import ADD, block_spec
 
 from paramserve.codecs import BFloat16
@@ -90,7 +91,7 @@ def test_apply_counts_pieces_of_other_shards_too() -> None:
     assert block.counts == [0, 1]
 
 
-@pytest.mark.parametrize("active", [None, (1,)])
+@each_case("active", [None, (1,)])
 def test_apply_out_has_all_values_afterwards(active: tuple[int, ...] | None) -> None:
     block = make((2,), (3,))
     block.value[:] = 5.0
@@ -131,7 +132,7 @@ def test_check_block_without_a_rule_is_refused() -> None:
         make((2,), rule=None).check(None, None)
 
 
-@pytest.mark.parametrize("active", [(2,), (-1,), (0, 0)])
+@each_case("active", [(2,), (-1,), (0, 0)])
 def test_check_pieces_that_are_not_there_or_twice_are_refused(active: tuple[int, ...]) -> None:
     with pytest.raises(ShapeMismatch, match="pieces 0 to 1"):
         make((2,), (3,)).check(active, None)
@@ -162,7 +163,7 @@ def test_assign_whole_part_and_counts() -> None:
     assert block.counts == [3, 4]
 
 
-@pytest.mark.parametrize(("active", "counts"), [(None, (1,)), ((2,), None), ((0, 0), None)])
+@each_case(("active", "counts"), [(None, (1,)), ((2,), None), ((0, 0), None)])
 def test_assign_wrong_pieces_or_counts_change_nothing(
     active: tuple[int, ...] | None, counts: tuple[int, ...] | None
 ) -> None:
@@ -173,7 +174,7 @@ def test_assign_wrong_pieces_or_counts_change_nothing(
     assert block.counts == [0, 0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
         block_spec((4,), cuts=(0, 4)),
@@ -190,7 +191,7 @@ def test_check_spec_wrong_cuts_are_refused(wrong: BlockSpec) -> None:
         check_spec(wrong, shards=2)
 
 
-@pytest.mark.parametrize(("dtype", "rule"), [("int64", Add()), ("O", None), ("float16", None)])
+@each_case(("dtype", "rule"), [("int64", Add()), ("O", None), ("float16", None)])
 def test_check_spec_wrong_dtype_is_refused(dtype: str, rule: Rule | None) -> None:
     with pytest.raises(DtypeMismatch):
         check_spec(block_spec((4,), cuts=(0, 4), dtype=dtype, rule=rule), shards=1)
@@ -259,7 +260,7 @@ def test_prepared_update_changes_nothing_before_it_is_kept() -> None:
     assert (block.value.tolist(), out.tolist(), block.counts) == ([1.0, 1.0], [1.0, 1.0], [1])
 
 
-@pytest.mark.parametrize("counts", [None, (5, 7)])
+@each_case("counts", [None, (5, 7)])
 def test_prepared_update_leaves_out_what_is_overwritten_before_it_is_kept(counts: Any) -> None:
     block = make((2,), (1,), rule=Shy())
     keep = block.prepare(ones(block), None, None, PUSH)
@@ -274,7 +275,7 @@ def test_prepared_update_leaves_out_what_is_overwritten_before_it_is_kept(counts
     assert (block.value.tolist(), block.state[0].tolist()) == ([10.0, 10.0, 2.0], [5.0] * 3)
 
 
-@pytest.mark.parametrize("state", [(), (np.zeros(3),), (np.zeros(2, "f4"),), ([0.0, 0.0],)])
+@each_case("state", [(), (np.zeros(3),), (np.zeros(2, "f4"),), ([0.0, 0.0],)])
 def test_rule_whose_state_does_not_fit_cannot_start(state: Any) -> None:
     class Odd(Recorder):
         def states(self, hyper: Any) -> tuple[str, ...]:
@@ -298,7 +299,7 @@ class CountsEncodes(BFloat16):
         return super().encode(values, out, seed)
 
 
-@pytest.mark.parametrize("rule", [ADD, Shy()], ids=["ours", "custom"])
+@each_case("rule", [ADD, Shy()], ids=["ours", "custom"])
 def test_values_are_encoded_once_until_they_change(rule: Rule) -> None:
     load_codecs()
     block = ShardBlock(block_spec((3,), dtype="float32"), 0, rule, attempt=1)

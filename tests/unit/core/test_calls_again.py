@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
@@ -74,7 +74,7 @@ def ahead(one: Rig, group: int) -> list[dict[int, int]]:
     return [shard.groups[group].state.already_applied for shard in one.shards]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "applied"),
     [(Async(), 4.0), (BoundedStaleness(2), 4.0), (Buffered(4), 1.0)],  # the mean of 4, not of 5
 )
@@ -93,7 +93,7 @@ def test_part_of_a_call_that_the_cut_has_is_not_applied_again(
     assert all(isinstance(answer, Done) for answer in new.answers(A + AGAIN))
 
 
-@pytest.mark.parametrize("sent", [1, 2])
+@each_case("sent", [1, 2])
 def test_several_groups_of_a_call_are_ahead(sent: int) -> None:
     """The cut comes when only so many steps of the frame have come to the shards."""
     one = rig(Async(), Async(), SUM)
@@ -153,7 +153,7 @@ def test_rank_that_ends_before_its_call_stays_ahead() -> None:
     assert values(new, 0) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@each_case("begun", [False, True])
 def test_next_cut_has_what_was_not_over_in_the_one_before(begun: bool) -> None:
     """Also where the rank has begun to make its call again."""
     one = rig(Async(), SUM)

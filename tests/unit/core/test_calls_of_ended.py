@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 from tests.unit.core.test_calls_again import clock, go_on, rig
@@ -53,7 +53,7 @@ def told(one: Rig, number: int) -> set[tuple[Any, str]]:
     return {(type(each), each.applied if isinstance(each, Refused) else "") for each in found}
 
 
-@pytest.mark.parametrize("decided", [0, 1])
+@each_case("decided", [0, 1])
 def test_next_incarnation_goes_on_behind_the_whole_call(decided: int) -> None:
     """The rank ends before the first clock is decided, or when one shard has decided it."""
     one = rig(SUM, SUM, SUM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import block_spec
 
 from paramserve.core.client_membership import ClientMembership, Joining
@@ -190,7 +190,7 @@ def test_group_that_may_have_been_joined_is_left() -> None:
     assert one.sends(B) == [(B, (A,))]
 
 
-@pytest.mark.parametrize("answered", [True, False])
+@each_case("answered", [True, False])
 def test_group_that_is_left_again_leaves_those_that_were_to_follow_by_themselves(
     answered: bool,
 ) -> None:
@@ -218,7 +218,7 @@ def test_member_of_the_first_group_names_the_others_without_leaving_it() -> None
     assert one.steps(A, B) == ["group 1"]
 
 
-@pytest.mark.parametrize("stepped", [True, False])
+@each_case("stepped", [True, False])
 def test_rank_that_begins_at_one_group_leaves_the_others(stepped: bool) -> None:
     one = Known(A, B)
     if stepped:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 
 from paramserve.core.client_session import SLOT_ALIGN, ClientSession, Operation, SlotPool
 from paramserve.errors import NonFinite, ServerGone, UnknownName
@@ -58,7 +59,7 @@ def test_operation_refused_by_one_and_skipped_by_another_is_not_applied() -> Non
     assert operation.error.applied == "no"
 
 
-@pytest.mark.parametrize("order", [("yes", "no"), ("no", "yes"), ("no", "unknown")])
+@each_case("order", [("yes", "no"), ("no", "yes"), ("no", "unknown")])
 def test_operation_refused_by_all_and_applied_by_one_is_unknown(order: tuple[str, str]) -> None:
     operation = Operation(2)
     for shard, applied in enumerate(order):

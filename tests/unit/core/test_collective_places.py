@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.suites import each_case
 from tests.unit.core.test_collectives import Ranks
 
 from paramserve.core import collectives
@@ -33,7 +34,7 @@ def test_rank_of_fewer_steps_gets_the_results_of_the_calls_that_it_took_part_in(
     assert found == [20.0, 21.0, 30.0, 31.0, None]
 
 
-@pytest.mark.parametrize("saved", [False, True])
+@each_case("saved", [False, True])
 def test_call_of_unequal_steps_that_a_rank_may_have_missed_is_refused(saved: bool) -> None:
     """It may be behind the step at which it died, and left out by its loop, or the next one."""
     ranks = Ranks(2)
@@ -59,7 +60,7 @@ def test_rank_of_unequal_steps_that_makes_all_calls_again_gets_those_it_has_miss
     assert [ranks.call(0, 9.0, "max", place=place) for place in (1, 2, 3)] == [10.0, 20.0, 30.0]
 
 
-@pytest.mark.parametrize("steps", [(1, 1), (1, 3)])
+@each_case("steps", [(1, 1), (1, 3)])
 def test_call_that_restarted_ranks_have_left_out_is_not_paired_with_their_next_one(
     steps: tuple[int, int],
 ) -> None:

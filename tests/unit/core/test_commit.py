@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.rig import block_spec
 
 from paramserve.consistency.built_in import LocalSteps, Sync
@@ -138,7 +139,7 @@ def test_decide_nan_on_one_shard_is_refused_or_skipped_everywhere() -> None:
     assert decide(parts, epoch_from(0, Sync(on_nonfinite="skip"))) == commit(scale=0.0)
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@each_case("reduce", ["sum", "mean"])
 def test_decide_clips_by_the_norm_over_all_shards(reduce: Any) -> None:
     squared = 9.0, 16.0
     parts = [

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.config import CheckpointPlan, CoordinatorConfig, Deadlines, Limits, RuleSpec
 from paramserve.core import coordination as module
@@ -120,7 +121,7 @@ def test_join_waits_until_all_servers_are_up() -> None:
     assert [member.state for member in decided.members.members] == ["live", "expected"]
 
 
-@pytest.mark.parametrize(("restarts", "folder"), [(False, ""), (True, ""), (False, "runs/a")])
+@each_case(("restarts", "folder"), [(False, ""), (True, ""), (False, "runs/a")])
 def test_join_says_whether_another_incarnation_may_go_on(restarts: bool, folder: str) -> None:
     """A run that goes on from a checkpoint starts all its workers again."""
     cluster = Cluster(restarts=restarts, folder=folder)
@@ -237,7 +238,7 @@ def test_mark_dead_is_for_workers_only() -> None:
     assert cluster.states() == ["dead", "expected"]
 
 
-@pytest.mark.parametrize("final", [True, False])
+@each_case("final", [True, False])
 def test_mark_dead_that_comes_late_spares_the_successor(final: bool) -> None:
     cluster = Cluster(restarts=True)
     cluster.join(0)
@@ -314,8 +315,8 @@ def be_reported(cluster: Cluster) -> Decided:
     return cluster.happen(Called(DRIVER, MarkDead(1, "worker", 0, final=False)))
 
 
-@pytest.mark.parametrize("die", [lose, fall_silent, be_reported])
-@pytest.mark.parametrize("restarts", [True, False])
+@each_case("die", [lose, fall_silent, be_reported])
+@each_case("restarts", [True, False])
 def test_death_of_a_worker_is_a_restart_where_there_are_some(
     die: Callable[[Cluster], Decided], restarts: bool
 ) -> None:
@@ -610,8 +611,8 @@ def test_retiring_worker_may_define_and_heartbeat_and_leaves() -> None:
     assert cluster.states() == ["expected", "left"]
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-@pytest.mark.parametrize("how", ["lost", "silent", "told"])
+@each_case("restarts", [True, False])
+@each_case("how", ["lost", "silent", "told"])
 def test_retiring_worker_that_dies_is_dead_and_nobody_waits_for_it(
     how: str, restarts: bool
 ) -> None:

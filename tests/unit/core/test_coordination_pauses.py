@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.suites import each_case
 from tests.unit.core.test_coordination import (
     RESTART_S,
     SERVER,
@@ -32,7 +32,7 @@ def test_silence_during_a_pause_kills_no_worker_and_no_server() -> None:
     assert cluster.call(99, AskStatus(1)).silent_servers == ()
 
 
-@pytest.mark.parametrize("beats", [True, False])
+@each_case("beats", [True, False])
 def test_silence_before_and_after_a_pause_counts(beats: bool) -> None:
     cluster = Cluster()
     cluster.join(0)

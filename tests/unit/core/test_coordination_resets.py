@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.test_coordination import SERVER, STALL_S, Cluster, place
 
 from paramserve.config import NO_RANK
@@ -57,7 +57,7 @@ def refused(reply: Any) -> str:
     return reply.kind
 
 
-@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "half_open"])
+@each_case("noticed", [True, False], ids=["noticed", "half_open"])
 def test_worker_that_connects_again_in_time_goes_on(noticed: bool) -> None:
     cluster = Cluster()
     again = of(cluster.join(0), 0)
@@ -85,7 +85,7 @@ def test_worker_that_does_not_connect_again_is_dead_after_stall_s() -> None:
     assert refused(cluster.call(NEW, again)) == "WorkerFenced"
 
 
-@pytest.mark.parametrize("how", ["marked", "silent", "left"])
+@each_case("how", ["marked", "silent", "left"])
 def test_older_incarnation_does_not_come_back(how: str) -> None:
     cluster = Cluster(restarts=True)
     again = of(cluster.join(0), 0)
@@ -105,7 +105,7 @@ def test_older_incarnation_does_not_come_back(how: str) -> None:
     assert cluster.states()[0] == "live", "the end of the older one is not the newer one's"
 
 
-@pytest.mark.parametrize("client", [-1, 0, 7])
+@each_case("client", [-1, 0, 7])
 def test_peer_that_was_never_there_does_not_connect_again(client: int) -> None:
     cluster = Cluster()
     cluster.join(0)
@@ -216,7 +216,7 @@ def test_server_that_has_connected_again_is_not_looked_for() -> None:
     assert wait(cluster, 2.0).look_for == []
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["absent", "lost"])
+@each_case("lost", [False, True], ids=["absent", "lost"])
 def test_join_waits_while_a_server_is_absent(lost: bool) -> None:
     """A client that joined now would try in vain to reach it."""
     cluster = Cluster()
@@ -234,7 +234,7 @@ def test_join_waits_while_a_server_is_absent(lost: bool) -> None:
         assert isinstance(replies[0], Joined)
 
 
-@pytest.mark.parametrize("change", [{"pid": 2}, {"addresses": ("unix:other",)}, {"shard": 1}])
+@each_case("change", [{"pid": 2}, {"addresses": ("unix:other",)}, {"shard": 1}])
 def test_another_server_does_not_take_the_place_of_one_that_was_reset(
     change: dict[str, Any],
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
@@ -49,7 +49,7 @@ def decide_first_group(one: Rig, shards: int) -> None:
     assert [shard.groups[1].state.committed for shard in one.shards] == [0, 0]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_case("shards", [1, 2])
 def test_cut_after_the_first_clock_of_a_call_waits_for_the_second(shards: int) -> None:
     one = rig(Sync(reduce="sum"))
     call(one, A, 0)

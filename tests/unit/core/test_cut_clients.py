@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
@@ -89,7 +90,7 @@ def test_cut_does_not_wait_for_a_client_that_only_one_shard_knows() -> None:
     assert not taken.failed
 
 
-@pytest.mark.parametrize("answered", [True, False])
+@each_case("answered", [True, False])
 def test_clients_that_end_in_another_order_on_each_shard_hold_up_no_cut(
     monkeypatch: pytest.MonkeyPatch, answered: bool
 ) -> None:
@@ -188,7 +189,7 @@ def ended_between_two_sends() -> Rig:
     return one
 
 
-@pytest.mark.parametrize("given_up", [0, 1])
+@each_case("given_up", [0, 1])
 def test_client_that_ended_unequal_is_named_in_one_checkpoint_and_forgotten_on_all_shards(
     given_up: int,
 ) -> None:

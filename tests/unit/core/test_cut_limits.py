@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B
 from tests.unit.core.rig import Rig, block_spec
 
@@ -102,7 +102,7 @@ def test_cut_of_fast_shards_is_taken_at_the_first_attempt() -> None:
     assert shards.limits == [cut.CUT_LIMIT_S]
 
 
-@pytest.mark.parametrize("push_s", [0.3, 1.0, 2.5])
+@each_case("push_s", [0.3, 1.0, 2.5])
 def test_cut_of_shards_with_slow_pushes_is_taken_with_a_longer_pause(push_s: float) -> None:
     shards = SlowShards(push_s)
     assert not shards.taken().failed

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.core.decisions import EARLY_MAX, LEAD, DecisionLog
 from paramserve.core.events import GroupEffect, Send
@@ -162,7 +163,7 @@ def test_decisions_far_ahead_are_not_kept() -> None:
     assert one.applied[1] == []
 
 
-@pytest.mark.parametrize(("shard", "number"), [(1, 5), (7, 1), (LEAD, 1), (-1, 1)])
+@each_case(("shard", "number"), [(1, 5), (7, 1), (LEAD, 1), (-1, 1)])
 def test_acknowledgement_of_what_is_not_there_changes_nothing(shard: int, number: int) -> None:
     one = Logs()
     one.append(commit(0))

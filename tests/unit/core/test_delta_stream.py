@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.codecs import BFloat16, Codec, Delta, Int4, Int8, RandomK, Sign, TopK
 from paramserve.compiling import load_codecs, load_kernels
@@ -85,7 +86,7 @@ def follow(source: Source, reader: DeltaReader) -> int:
     return int(part.size)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@each_case("codec", CODECS, ids=repr)
 def test_readers_have_the_reference_bit_by_bit(codec: Codec) -> None:
     """Readers that come late, read again, miss some, and lose what they have."""
     source, random = Source(codec), Random(1)
@@ -107,7 +108,7 @@ def test_first_read_is_exact() -> None:
     assert follow(source, reader) == HEAD_BYTES, "nothing has changed"
 
 
-@pytest.mark.parametrize("codec", FINE, ids=repr)
+@each_case("codec", FINE, ids=repr)
 def test_what_one_delta_leaves_out_is_in_the_next_ones(codec: Codec) -> None:
     """So the values of readers stay as close, over any number of deltas, and come ever closer where
     the values do not change any more."""
@@ -125,7 +126,7 @@ def test_what_one_delta_leaves_out_is_in_the_next_ones(codec: Codec) -> None:
     assert np.abs(copy_of(reader) - source.values).max() < 0.1 * off + 1e-6
 
 
-@pytest.mark.parametrize("codec", [TopK(0.05), RandomK(0.1), Sign(32)], ids=repr)
+@each_case("codec", [TopK(0.05), RandomK(0.1), Sign(32)], ids=repr)
 def test_what_is_left_out_comes_in_the_end_with_codecs_that_choose(codec: Codec) -> None:
     source = Source(codec)
     reader = source.reader()
@@ -157,7 +158,7 @@ def test_one_encode_serves_all_readers_of_a_revision(monkeypatch: pytest.MonkeyP
     assert len(calls) == 2, "the first read begins the stream"
 
 
-@pytest.mark.parametrize("codec", [Int4(256), TopK(0.01) | Int4()], ids=repr)
+@each_case("codec", [Int4(256), TopK(0.01) | Int4()], ids=repr)
 def test_reader_that_is_behind_gets_what_takes_fewer_bytes(codec: Codec) -> None:
     source = Source(codec, size=4096)
     delta = LENGTH_BYTES + -(-codec.size(4096) // 8) * 8
@@ -190,7 +191,7 @@ def test_reader_of_another_stream_or_of_none_gets_all() -> None:
     assert follow(source, reader) == HEAD_BYTES + 4 * SIZE
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, 3e38])
+@each_case("wrong", [np.nan, np.inf, 3e38])
 def test_values_without_a_finite_change_begin_a_stream(wrong: float) -> None:
     source = Source()
     reader = source.reader()

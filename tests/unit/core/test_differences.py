@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.core import differences
@@ -16,7 +16,7 @@ def pieces(*names: str) -> tuple[Piece, ...]:
     return tuple(Piece(name, (1,)) for name in names)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("known", "came", "told"),
     [
         ((A, B), (A, Piece("b", (4,))), ("the shapes", "'b' [2, 2]", "'b' [4]")),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 
 from paramserve.config import ConsistencySpec, RuleSpec
 from paramserve.consistency.base import Policy
@@ -47,7 +48,7 @@ def test_place_first_one_defines_and_others_wait() -> None:
     assert directory.place(place((3,), define=False), client=2) == (spec, 0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shapes", "told"),
     [
         ([(3, -1)], "negative length"),
@@ -95,7 +96,7 @@ def test_defined_unknown_block_is_ignored() -> None:
     assert directory.find(None) == ()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "what"),
     [
         ({"dtype": "float64"}, "dtype"),
@@ -172,7 +173,7 @@ def test_small_blocks_go_where_least_lies_and_large_ones_everywhere() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes",
     [
         {"pieces": ()},
@@ -278,9 +279,9 @@ def test_first_block_decides_its_groups_policy() -> None:
     assert [each and each[0].consistency for each in placed] == [BOUNDED, BOUNDED, BOUNDED, None]
 
 
-@pytest.mark.parametrize("define", [True, False])
-@pytest.mark.parametrize("pieces", [(Piece("p0", (3,)),), (Piece("q", (1,)),)])
-@pytest.mark.parametrize("first", [BOUNDED, None])
+@each_case("define", [True, False])
+@each_case("pieces", [(Piece("p0", (3,)),), (Piece("q", (1,)),)])
+@each_case("first", [BOUNDED, None])
 def test_group_with_another_policy_is_a_mismatch(
     first: ConsistencySpec | None, pieces: tuple[Piece, ...], define: bool
 ) -> None:
@@ -361,7 +362,7 @@ def test_dtypes_of_a_model_are_kept_and_checked() -> None:
             directory.place(place((3,), group="other", **wrong), client=1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "taken", [{"pieces": (Piece("__metadata__", (3,)),)}, {"aliases": {"__metadata__": "p0"}}]
 )
 def test_a_name_that_safetensors_keeps_is_refused(taken: dict[str, Any]) -> None:
@@ -382,7 +383,7 @@ def table_of(policy: ConsistencySpec, own: ConsistencySpec | None = None) -> Any
     return placed[0].consistency
 
 
-@pytest.mark.parametrize("policy", [Sync(), Async(), BoundedStaleness(2), Buffered(3)])
+@each_case("policy", [Sync(), Async(), BoundedStaleness(2), Buffered(3)])
 def test_table_without_a_policy_goes_by_the_clusters(policy: Policy) -> None:
     """None stands for it, as for dense blocks; to name it as well is no other policy."""
     assert table_of(policy_spec(policy)) is None
@@ -400,7 +401,7 @@ def test_policy_of_an_older_checkpoint_is_the_one_that_reads_the_same() -> None:
     assert again is not None
 
 
-@pytest.mark.parametrize("policy", [DelayCompensated(), LocalSteps(2), ElasticAverage(rho=0.5)])
+@each_case("policy", [DelayCompensated(), LocalSteps(2), ElasticAverage(rho=0.5)])
 def test_table_without_a_policy_is_async_where_the_clusters_is_not_for_tables(
     policy: Policy,
 ) -> None:
@@ -411,7 +412,7 @@ def test_table_without_a_policy_is_async_where_the_clusters_is_not_for_tables(
     assert placed[0].consistency == policy_spec(Async())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "follows"),
     [
         (Sync(reduce="sum"), True),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.group_rig import SUM, change, switched
 from tests.unit.core.rig import Rig, block_spec, done
 from tests.unit.core.test_shard_members import FIRST, OTHER
@@ -86,9 +86,7 @@ def test_rank_that_comes_to_what_others_have_ended_is_told_how_far_it_is_ahead()
     assert (answer.at, answer.counts) == (3, (3,))
 
 
-@pytest.mark.parametrize(
-    "ends", [SuspendMembership(0, FOLLOWS), JoinGroup(0, ENTRY, others=(FOLLOWS,))]
-)
+@each_case("ends", [SuspendMembership(0, FOLLOWS), JoinGroup(0, ENTRY, others=(FOLLOWS,))])
 def test_round_of_a_rank_ends_with_its_membership(ends: SuspendMembership | JoinGroup) -> None:
     """Others that ask where to begin do not go by it any more."""
     one = two_groups(BoundedStaleness(4))
@@ -188,7 +186,7 @@ def sync_and_bound() -> Rig:
     return one
 
 
-@pytest.mark.parametrize("late", [False, True])
+@each_case("late", [False, True])
 def test_member_of_an_entry_is_told_whether_the_clock_of_its_round_is_over(late: bool) -> None:
     one = sync_and_bound()
     one.send(OTHER, SuspendMembership(0, FOLLOWS))
@@ -211,7 +209,7 @@ def test_rank_that_is_further_on_than_its_round_is_told_so_when_it_has_followed(
     assert (answer.at, answer.counts) == (5, (1,))
 
 
-@pytest.mark.parametrize("ends", ["rests", "begins anew"])
+@each_case("ends", ["rests", "begins anew"])
 def test_call_that_ended_between_its_frames_is_not_under_way(ends: str) -> None:
     one = two_groups(Sync(reduce="sum"))
     one.step(FIRST, {ENTRY: [1.0]}, more=(3, 8))
@@ -263,9 +261,7 @@ def restarted(*last: int, shards: int = 1) -> Rig:
     return one
 
 
-@pytest.mark.parametrize(
-    ("last", "entry", "follows"), [((), ENTRY, FOLLOWS), ((ENTRY,), FOLLOWS, ENTRY)]
-)
+@each_case(("last", "entry", "follows"), [((), ENTRY, FOLLOWS), ((ENTRY,), FOLLOWS, ENTRY)])
 def test_restarted_rank_that_is_in_its_round_goes_on_at_its_own_clocks(
     last: tuple[int, ...], entry: int, follows: int
 ) -> None:

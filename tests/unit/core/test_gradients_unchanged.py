@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec
 
 from paramserve.consistency.base import Policy
@@ -47,8 +47,8 @@ def rig(policy: Policy, workers: int) -> tuple[Rig, list[Worker]]:
     return one, every
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": 3.0}, {"clip_norm": 0.5}, {"factor": 2.0}])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@each_case("options", [{}, {"weight": 3.0}, {"clip_norm": 0.5}, {"factor": 2.0}])
+@each_case("workers", [1, 2, 3])
 def test_sync_writes_to_no_gradient(workers: int, options: dict[str, float]) -> None:
     one, every = rig(Sync(), workers)
     before = [worker.arena.copy() for worker in every]
@@ -59,7 +59,7 @@ def test_sync_writes_to_no_gradient(workers: int, options: dict[str, float]) -> 
     assert one.shards[0].groups[0].state.version == 2
 
 
-@pytest.mark.parametrize("policy", [DelayCompensated(lam=0.5), Buffered(size=2)], ids=["dc", "buf"])
+@each_case("policy", [DelayCompensated(lam=0.5), Buffered(size=2)], ids=["dc", "buf"])
 def test_policies_that_change_gradients_write_to_none(policy: Policy) -> None:
     one, every = rig(policy, 2)
     before = [worker.arena.copy() for worker in every]

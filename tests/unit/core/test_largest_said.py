@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec, done, refused
 
 from paramserve.consistency.base import Policy
@@ -51,7 +52,7 @@ def changed() -> Any:
     return gradient
 
 
-@pytest.mark.parametrize("policy", [Async(), Buffered(size=2), Sync()])
+@each_case("policy", [Async(), Buffered(size=2), Sync()])
 def test_gradient_that_was_looked_at_is_not_looked_at_again(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,8 +66,8 @@ def test_gradient_that_was_looked_at_is_not_looked_at_again(
     assert one.value()[:2] == ([1.0] * 2 if isinstance(policy, Buffered) else [2.0] * 2)
 
 
-@pytest.mark.parametrize("largest", [-1.0, math.nan])
-@pytest.mark.parametrize("policy", [Async(), Sync()])
+@each_case("largest", [-1.0, math.nan])
+@each_case("policy", [Async(), Sync()])
 def test_gradient_that_was_not_looked_at_is_refused_whole(policy: Policy, largest: float) -> None:
     one = rig(policy)
     error = refused(one.step(WORKER, {0: changed()}, largest=largest))
@@ -109,8 +110,8 @@ def test_large_gradients_that_were_looked_at_have_their_sum_looked_at() -> None:
     assert one.value() == [0.0] * SIZE
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("policy", [Async(), Sync()])
+@each_case("blocks", [1, 2])
+@each_case("policy", [Async(), Sync()])
 def test_users_rule_is_not_computed_with_a_gradient_changed_since(
     policy: Policy, blocks: int
 ) -> None:
@@ -127,7 +128,7 @@ def test_users_rule_is_not_computed_with_a_gradient_changed_since(
         assert block.counts == [1]
 
 
-@pytest.mark.parametrize("policy", [Async(on_nonfinite="skip"), Sync(on_nonfinite="skip")])
+@each_case("policy", [Async(on_nonfinite="skip"), Sync(on_nonfinite="skip")])
 def test_users_rule_skips_a_gradient_changed_since_where_the_policy_says_so(policy: Policy) -> None:
     one = rig(policy, rule=Plus())
     assert done(one.step(WORKER, {0: changed()}, largest=1.0)).skipped
@@ -162,7 +163,7 @@ def buffered(*gradients: Any, rule: Add | Plus) -> tuple[Rig, str]:
     return one, told
 
 
-@pytest.mark.parametrize("rule", [Add(), Plus()])
+@each_case("rule", [Add(), Plus()])
 def test_buffer_with_a_gradient_changed_since_is_lost_and_the_next_is_applied(
     rule: Add | Plus,
 ) -> None:

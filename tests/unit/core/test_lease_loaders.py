@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.suites import each_case
 from tests.unit.core.test_leases import plan
 
 from paramserve.core import leases as module
@@ -193,7 +194,7 @@ def run(seed: int) -> None:
         raise AssertionError(f"seed {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("part", range(5))
+@each_case("part", range(5))
 def test_any_order_of_events_with_two_loaders_has_a_cut_of_what_is_done(part: int) -> None:
     for seed in range(part * 100, part * 100 + 100):
         run(seed)
@@ -216,9 +217,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.Leases, "_let_go", lambda turn, client, holder, grant: None)
 
 
-@pytest.mark.parametrize(
-    "plant", [what_was_given_back_is_not_final, all_marks_are_of_this_turn, nothing_is_kept]
-)
+@each_case("plant", [what_was_given_back_is_not_final, all_marks_are_of_this_turn, nothing_is_kept])
 def test_bug_of_two_loaders_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     for seed in range(400):

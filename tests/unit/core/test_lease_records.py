@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.test_leases import (
     NAME,
     Table,
@@ -100,8 +101,8 @@ def test_without_and_joined_keep_each_position_once() -> None:
         assert not {*ends} & {(each.epoch, each.start) for each in joined(left)}
 
 
-@pytest.mark.parametrize("begins", ["before", "after"])
-@pytest.mark.parametrize("gave_back", [True, False])
+@each_case("begins", ["before", "after"])
+@each_case("gave_back", [True, False])
 def test_mark_of_another_loader_counts_in_a_cut(gave_back: bool, begins: str) -> None:
     """Whether the checkpoint begins before the worker has stepped, or after."""
     table, mark = switched(gave_back=gave_back)
@@ -150,7 +151,7 @@ def begun(**changes: int) -> tuple[Table, Leased]:
     return again, structs.replace(lease, start=lease.start + unit, stop=lease.start + 2 * unit)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@each_case("batches", [1, 2])
 def test_rank_gets_what_it_has_begun_as_one_call(batches: int) -> None:
     table, call = begun(batches_per_step=batches)
     others = table.given(0)
@@ -189,7 +190,7 @@ def test_rank_that_ends_again_gets_once_more_what_it_has_begun() -> None:
     assert span(table.given(1)) == span(call)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@each_case("given", [False, True])
 def test_next_cut_keeps_what_a_rank_has_begun_until_it_is_done(given: bool) -> None:
     table, call = begun()
     table.book.keep_past()
@@ -202,8 +203,8 @@ def test_next_cut_keeps_what_a_rank_has_begun_until_it_is_done(given: bool) -> N
         assert set(positions([call])).isdisjoint(positions(all_of(again, 1)))
 
 
-@pytest.mark.parametrize("follows", [False, True])
-@pytest.mark.parametrize("ended", [False, True])
+@each_case("follows", [False, True])
+@each_case("ended", [False, True])
 def test_longer_plan_of_a_run_that_goes_on_gives_what_it_has_more(
     ended: bool, follows: bool
 ) -> None:
@@ -235,7 +236,7 @@ def saved_again(book: LeaseBook) -> LeaseBook:
     return saved(book, {})
 
 
-@pytest.mark.parametrize("changes", [{"size": 30}, {"order": 8}, {"epochs": 1}])
+@each_case("changes", [{"size": 30}, {"order": 8}, {"epochs": 1}])
 def test_other_plan_of_a_run_that_goes_on_is_refused(changes: dict[str, int]) -> None:
     table = Table(plan(20, epochs=2), ranks=(0,))
     table.book.keep_past()
@@ -311,8 +312,8 @@ def interrupted(seed: int, *, sync: bool) -> None:
         raise AssertionError(f"seed {seed}, sync {sync}: {error}") from error
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
-@pytest.mark.parametrize("part", range(5))
+@each_case("sync", [True, False], ids=["sync", "async"])
+@each_case("part", range(5))
 def test_any_order_of_events_around_a_cut_shares_every_sample(sync: bool, part: int) -> None:
     for seed in range(part * 40, part * 40 + 40):
         interrupted(seed, sync=sync)
@@ -362,7 +363,7 @@ def uses_of_before_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseBook, "record", record)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "plant",
     [
         marks_of_after_the_cut,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 
 from paramserve.core import leases as module
 from paramserve.core.leases import LeaseBook
@@ -111,7 +112,7 @@ def test_take_all_epochs_come_in_order_and_whole() -> None:
     assert positions(all_of(table)) == [(epoch, at) for epoch in range(3) for at in range(23)]
 
 
-@pytest.mark.parametrize(("steps", "size"), [(3, 100), (7, 20), (10, 100)])
+@each_case(("steps", "size"), [(3, 100), (7, 20), (10, 100)])
 def test_take_by_steps_gives_their_mean_for_all_workers(steps: int, size: int) -> None:
     found = positions(all_of(Table(plan(size, steps=steps))))
     assert found == [divmod(i, size) for i in range(steps * 5 * 2)]
@@ -311,7 +312,7 @@ def switched(*, gave_back: bool) -> tuple[Table, tuple[int, int]]:
     return table, (other.lease, 5)
 
 
-@pytest.mark.parametrize("gave_back", [True, False])
+@each_case("gave_back", [True, False])
 def test_mark_of_another_loader_says_that_all_is_done_that_was_not_given_back(
     gave_back: bool,
 ) -> None:
@@ -368,7 +369,7 @@ def test_take_other_plan_is_refused_and_names_both() -> None:
     assert table.given(1).start == 10
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes",
     [
         {"size": 0},
@@ -385,7 +386,7 @@ def test_take_impossible_plan_is_refused(changes: dict[str, int]) -> None:
         Table(plan()).ask(0, plan=structs.replace(PLAN, **changes))
 
 
-@pytest.mark.parametrize("options", [{"speed": math.nan}, {"speed": -1.0}, {"turn": -1}])
+@each_case("options", [{"speed": math.nan}, {"speed": -1.0}, {"turn": -1}])
 def test_take_impossible_question_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ParamServeError, match="impossible"):
         Table(plan()).ask(0, **options)
@@ -625,8 +626,8 @@ class World:
         return count
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
-@pytest.mark.parametrize("part", range(50))
+@each_case("sync", [True, False], ids=["sync", "async"])
+@each_case("part", range(50))
 def test_any_order_of_events_shares_every_sample(sync: bool, part: int) -> None:
     for seed in range(part * 20, part * 20 + 20):
         world = World(seed, sync=sync)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.core.membership import (
     DEAD,
@@ -32,7 +33,7 @@ def test_complete_when_every_server_has_registered() -> None:
     assert one.addresses() == (("unix:a",), ("unix:b",))
 
 
-@pytest.mark.parametrize("shard", [-1, 2, 1])
+@each_case("shard", [-1, 2, 1])
 def test_register_unknown_or_taken_shard_is_refused(shard: int) -> None:
     with pytest.raises(ParamServeError, match=f"shard {shard}"):
         membership().register(Register(3, shard, 102, ()), 0.0)
@@ -64,7 +65,7 @@ def test_join_as_a_rank_that_lives_or_does_not_exist_is_refused() -> None:
         Membership(1, 0).join(Join(1, 0, 0, workers=2), 0.0)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@each_case("rank", [0, 1, 2])
 def test_join_as_one_of_another_number_changes_nothing(rank: int) -> None:
     one = membership()
     one.join(Join(1, 0, 0, workers=2), 0.0)
@@ -75,7 +76,7 @@ def test_join_as_one_of_another_number_changes_nothing(rank: int) -> None:
     assert one.join(Join(1, 1, 0), 0.0) == (2, 1), "a refusal uses up no id"
 
 
-@pytest.mark.parametrize("state", [EXPECTED, LEFT, DEAD, RESTARTING])
+@each_case("state", [EXPECTED, LEFT, DEAD, RESTARTING])
 def test_join_in_any_state_but_live_gives_a_new_incarnation(state: str) -> None:
     one = membership()
     if state != EXPECTED:
@@ -208,7 +209,7 @@ def test_scale_up_opens_ranks_that_are_no_members_before_they_join() -> None:
         one.join(Join(1, 4, 0), 0.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "after"),
     [(LIVE, RETIRING), (EXPECTED, LEFT), (RESTARTING, DEAD), (LEFT, LEFT), (DEAD, DEAD)],
 )
@@ -245,7 +246,7 @@ def test_retiring_rank_counts_as_live_until_it_ends() -> None:
     assert one.join(Join(1, 1, 0), 0.0)[1] == 2
 
 
-@pytest.mark.parametrize("workers", [0, -1])
+@each_case("workers", [0, -1])
 def test_scale_below_one_changes_nothing(workers: int) -> None:
     one = membership()
     before = one.snapshot()
@@ -254,7 +255,7 @@ def test_scale_below_one_changes_nothing(workers: int) -> None:
     assert (one.snapshot(), one.workers) == (before, 2)
 
 
-@pytest.mark.parametrize(("told", "taken"), [(2, True), (3, True), (0, True), (4, False)])
+@each_case(("told", "taken"), [(2, True), (3, True), (0, True), (4, False)])
 def test_join_as_one_of_the_first_or_the_present_number_is_taken(told: int, taken: bool) -> None:
     one = membership()
     one.scale(3)
@@ -294,7 +295,7 @@ def test_late_is_who_was_given_up_before_it_came() -> None:
     assert [one.late(rank, 1) for rank in (0, 1)] == [False, True]
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@each_case("restarts", [False, True])
 def test_late_is_who_died_before_it_came(restarts: bool) -> None:
     one = membership()
     if restarts:

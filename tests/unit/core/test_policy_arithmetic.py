@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 from tests.unit.core import reference
 from tests.unit.core.reference import (
     Entry,
@@ -314,8 +315,8 @@ def raises(staleness: int) -> float:
     return 1.0 if not staleness else 1 / 0
 
 
-@pytest.mark.parametrize("damping", [not_a_number, negative, infinite, a_text, nothing, raises])
-@pytest.mark.parametrize("kind", [Async, lambda damping: Buffered(2, damping=damping)])
+@each_case("damping", [not_a_number, negative, infinite, a_text, nothing, raises])
+@each_case("kind", [Async, lambda damping: Buffered(2, damping=damping)])
 def test_damping_that_fails_is_refused_and_nothing_is_applied(
     kind: Callable[..., Policy], damping: Callable[[int], Any]
 ) -> None:
@@ -392,7 +393,7 @@ def test_reference_local_steps_and_elastic_average_by_hand() -> None:
     assert (float(both.centre[0]), float(both.workers[1][0])) == (0.75, 0.25)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_case("rule", RULES)
 def test_reference_rules_step_as_torch_does(rule: str) -> None:
     described, plain = RULES[rule][0], RULES[rule][1]()
     value = np.linspace(-1.0, 1.0, SIZE)

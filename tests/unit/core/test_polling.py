@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.core.polling import (
     CROWDED,
@@ -58,8 +59,8 @@ def pair(wake_s: float, work_s: float) -> tuple[Party, Party]:
     return one, other
 
 
-@pytest.mark.parametrize("wake_s", [20e-6, 60e-6, 150e-6, 300e-6])
-@pytest.mark.parametrize("work_s", [10e-6, 50e-6, 90e-6])
+@each_case("wake_s", [20e-6, 60e-6, 150e-6, 300e-6])
+@each_case("work_s", [10e-6, 50e-6, 90e-6])
 def test_both_sides_of_a_tight_loop_end_polling(wake_s: float, work_s: float) -> None:
     client, server = pair(wake_s, work_s)
     for each in (client, server):  # as after long waits

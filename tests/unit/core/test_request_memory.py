@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import block_spec
 
 from paramserve.core import request_memory
@@ -49,7 +50,7 @@ def test_place_that_is_good_for_one_block_is_checked_for_another() -> None:
         memory.at(1, 64, large)
 
 
-@pytest.mark.parametrize(("number", "offset"), [(1, -64), (1, 8), (1, 256), (2, 64), (0, 64)])
+@each_case(("number", "offset"), [(1, -64), (1, 8), (1, 256), (2, 64), (0, 64)])
 def test_bad_place_is_refused_each_time(number: int, offset: int) -> None:
     one, memory = block(8), Memory({1: arena()})
     memory.at(1, 64, one)

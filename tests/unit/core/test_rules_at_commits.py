@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import A, B, change, last
 from tests.unit.core.rig import Rig, block_spec
 
@@ -91,7 +92,7 @@ def test_local_steps_without_a_rank_whose_nan_one_shard_saw_say_which_shards_hav
         raise error
 
 
-@pytest.mark.parametrize(("policy", "clients"), [(Async(), [B]), (Sync(reduce="sum"), [A, B])])
+@each_case(("policy", "clients"), [(Async(), [B]), (Sync(reduce="sum"), [A, B])])
 def test_flush_that_a_rule_fails_is_told_once_to_a_step(policy: Policy, clients: list[int]) -> None:
     """What a policy has collected is applied with the first step of the next one, which ends clock
     4 here; the second one, or its whole synchronous clock, is refused."""
@@ -184,7 +185,7 @@ def restored(one: Rig) -> Rig:
     return new
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")])
+@each_case("policy", [Async(), Sync(reduce="sum")])
 def test_lost_flush_is_told_behind_a_resume(policy: Policy) -> None:
     """Under Sync the step that is refused waits for its clock at the cut: it is in none."""
     one = behind_lost_flush(policy)

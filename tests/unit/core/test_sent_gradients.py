@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.core.sent_gradients import SentByRank
 from paramserve.messages import SentGradients
@@ -27,7 +27,7 @@ def test_incarnations_of_a_rank_are_added_up_and_the_residual_is_the_last_ones()
     assert sent.report()[1] == (1, SentGradients("a", 27, 108, 0.0625, 7, 22))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
         (-1, 0, 0.0),

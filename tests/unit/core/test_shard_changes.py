@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import SUM, A, B, change, push, rig, switched
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
@@ -20,7 +20,7 @@ class Unregistered(Policy):
     """Of nobody's servers."""
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_case("shards", [1, 2])
 def test_change_from_async_to_sync_holds_from_one_clock_on_on_all_shards(shards: int) -> None:
     one = rig(Async(), shards=shards, workers=2)
     push(one, A)
@@ -119,7 +119,7 @@ def test_change_to_what_cannot_be_is_refused() -> None:
     assert one.value() == [1.0]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_case("shards", [1, 2])
 def test_change_without_workers_holds_at_once(shards: int) -> None:
     one = Rig(Async(), shards=shards, workers=0)
     one.join(9)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
@@ -48,7 +48,7 @@ def rig(policy: object = None) -> Rig:
     return one
 
 
-@pytest.mark.parametrize("state", ["dead", "left", "restarting"])
+@each_case("state", ["dead", "left", "restarting"])
 def test_worker_that_has_ended_is_fenced(state: str) -> None:
     one = rig()
     one.tell(one.members((FIRST, 1, state), (OTHER, 1, "live")))
@@ -533,7 +533,7 @@ def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> 
     return GroupReport("model", 0, clocks, 0, (), held)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shards", "clock", "repeated"),
     [
         ([[report((0, 4))], [report((0, 4))]], 4, 0),
@@ -548,7 +548,7 @@ def test_resume_in_async_takes_the_smallest_clock(
     assert resume(shards, 0) == {"model": (clock, repeated)}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shards", "clock"),
     [
         ([[report((0, 4))], [report((0, 4))]], 4),
@@ -574,7 +574,7 @@ def test_group_defined_after_a_death_waits_for_the_living() -> None:
     assert one.shards[0].report()[1].clocks == ((1, 0),)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_case("shards", [1, 2])
 def test_define_that_waited_behind_a_clock_may_make_a_group_when_it_is_released(
     shards: int,
 ) -> None:
@@ -606,7 +606,7 @@ def test_forgotten_client_that_comes_back_is_refused() -> None:
     assert refused.applied == "unknown"
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["heard", "lost"])
+@each_case("heard", [True, False], ids=["heard", "lost"])
 def test_group_that_is_defined_later_has_the_members_of_the_first(heard: bool) -> None:
     """Also where a shard does not know of the added member when the group is defined."""
     one = pair()

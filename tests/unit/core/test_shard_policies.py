@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.group_rig import SUM, A, B, C, change, last, push, rig
 from tests.unit.core.rig import Rig, block_spec, done, refused
 
@@ -106,7 +107,7 @@ def test_backup_never_decides_with_nobody() -> None:
     assert one.value() == [1.0]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_case("shards", [1, 2])
 def test_timeout_decides_with_those_who_came(shards: int) -> None:
     one = rig(Sync(reduce="sum", timeout_s=1.0), shards=shards)
     one.now = 5.0
@@ -180,7 +181,7 @@ class Moody(Policy):
         return Wait(tuple(group.clocks))
 
 
-@pytest.mark.parametrize("answer", ["nan", "-1", "inf", "none", "raise"])
+@each_case("answer", ["nan", "-1", "inf", "none", "raise"])
 def test_policy_with_a_wrong_answer_refuses_the_push_and_applies_nothing(answer: str) -> None:
     one = rig(Moody(answer))
     error = refused(one.step(A, {0: [1.0]}))
@@ -371,7 +372,7 @@ class Garbled(Policy):
         return Wait((), self.until_s)
 
 
-@pytest.mark.parametrize("until_s", [float("nan"), -1.0, "x"])
+@each_case("until_s", [float("nan"), -1.0, "x"])
 def test_policy_that_waits_until_no_time_refuses_the_clock(until_s: Any) -> None:
     one = rig(Garbled(until_s=until_s), workers=2)
     effects = one.step(A, {0: [1.0]})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec, done, payload, refused
 
 from paramserve.config import Limits, RuleSpec
@@ -124,7 +125,7 @@ def test_reader_that_is_gone_for_long_is_forgotten() -> None:
     )
 
 
-@pytest.mark.parametrize("window", [0, Limits().outstanding_max + 1])
+@each_case("window", [0, Limits().outstanding_max + 1])
 def test_window_out_of_bounds_is_not_admitted(window: int) -> None:
     effects = rig().happen(ClientHere(5, 0, -1, window))
     assert effects.refused is not None
@@ -151,7 +152,7 @@ def test_push_pull_inline_brings_the_values_back() -> None:
     assert (reply.version, reply.clock, reply.staleness) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("active", [None, (1,)])
+@each_case("active", [None, (1,)])
 def test_push_pull_in_shared_memory_writes_at_its_places(active: Any) -> None:
     one = rig()
     one.define(READER, block_spec((2,), number=1), [5.0, 6.0])
@@ -222,7 +223,7 @@ def test_define_of_the_higher_attempt_stands() -> None:
     assert one.value(1) == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("spec", "kind"),
     [
         (block_spec((4,)), "DefineMismatch"),
@@ -289,7 +290,7 @@ def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() ->
     assert done(one.send(READER, structs.replace(take, after=6))).taken == -1
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")])
+@each_case("policy", [Async(), Sync(reduce="sum")])
 def test_snapshot_that_finds_no_memory_is_dropped_and_the_update_stays(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
@@ -368,8 +369,8 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
-@pytest.mark.parametrize(("message", "memory", "kind"), BAD)
+@each_case("policy", [Async(), Sync()], ids=["async", "sync"])
+@each_case(("message", "memory", "kind"), BAD)
 def test_bad_request_is_refused_and_nothing_changes(
     message: ShardRequest, memory: dict[int, Any], kind: str, policy: Any
 ) -> None:
@@ -395,7 +396,7 @@ def test_bad_request_is_refused_and_nothing_changes(
     assert not one.shards[0].groups[0].state.collect.pending
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@each_case("bad", [math.nan, math.inf, -math.inf])
 def test_push_that_is_not_finite_is_refused_whole(bad: float) -> None:
     one = rig()
     one.define(WORKER, block_spec((1,), number=1))

@@ -8,8 +8,8 @@ import weakref
 from typing import Any
 
 import numpy as np
-import pytest
 from msgspec import structs
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec, done, payload
 
 from paramserve.consistency.built_in import Async, Sync
@@ -95,7 +95,7 @@ def settle(one: Rig) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("request_", [Fetch(0, 0, 0, 0, 0), step(0)])
+@each_case("request_", [Fetch(0, 0, 0, 0, 0), step(0)])
 def test_values_that_went_out_are_kept_by_no_shard(request_: ShardRequest) -> None:
     one = rig(policy=Async())
     values = values_of(one.send(READER, request_, memory=ONES), READER)

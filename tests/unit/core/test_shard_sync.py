@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
 
 from paramserve.consistency.built_in import Sync
@@ -79,7 +80,7 @@ def no_memory(*args: object, **options: object) -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("module", "name", "applied", "value"),
     [(None, "_allocate", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
@@ -117,7 +118,7 @@ def test_step_that_finds_no_memory_on_one_shard_is_refused_on_all(
     assert (committed(one), values(one)) == ([1, 1], ([0.0], [0.0]))
 
 
-@pytest.mark.parametrize("active", [None, (0, 1)])
+@each_case("active", [None, (0, 1)])
 def test_clock_that_was_reported_needs_no_more_memory(
     monkeypatch: pytest.MonkeyPatch, active: tuple[int, ...] | None
 ) -> None:
@@ -244,7 +245,7 @@ def test_different_pieces_are_summed_where_they_are() -> None:
 # --- what is decided for all
 
 
-@pytest.mark.parametrize("on_nonfinite", ["refuse", "skip"])
+@each_case("on_nonfinite", ["refuse", "skip"])
 def test_nan_on_one_shard_counts_on_all(on_nonfinite: Any) -> None:
     one = rig(Sync(reduce="sum", on_nonfinite=on_nonfinite))
     both(one, A, 1.0)
@@ -459,7 +460,7 @@ def test_push_of_a_reader_is_refused() -> None:
     assert payload(one.step(9, pull=[0], tick=False))[:2] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("options", [{"tick": False}, {"clock": 1}])
+@each_case("options", [{"tick": False}, {"clock": 1}])
 def test_push_without_a_tick_or_out_of_turn_is_refused(options: dict[str, Any]) -> None:
     error = refused(rig(shards=1).step(A, {0: [1.0, 1.0]}, **options))
     assert type(error).__name__ == "ProtocolError"

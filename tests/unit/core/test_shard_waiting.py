@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import Rig, block_spec, done, payload
 
 from paramserve.consistency.base import Policy
@@ -27,7 +27,7 @@ def test_bounded_is_a_policy() -> None:
     assert isinstance(BoundedStaleness(1), Policy)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@each_case("bound", [0, 1, 3])
 def test_bound_fast_worker_reads_so_many_clocks_ahead_and_no_more(bound: int) -> None:
     one = rig(bound)
     for clock in range(bound):
@@ -134,7 +134,7 @@ def test_bound_read_of_the_slowest_has_what_those_push_whom_it_releases() -> Non
     assert (answer.message.version, answer.payload.view(np.float64)[0]) == (3, 12.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "held"),
     [
         (BoundedStaleness(0), True),

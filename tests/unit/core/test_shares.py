@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.core.shares import batch_sizes, shares
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("total", "speeds", "low", "high", "expected"),
     [
         (40, [0, 0], 1, 100, [20, 20]),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import ADD, Rig, block_spec, done, refused
 
 from paramserve.compiling import load_kernels, load_table
@@ -223,7 +224,7 @@ def test_gradient_that_names_pieces_is_refused() -> None:
     assert "name the rows by their keys" in refused(one.send(ME, message, 0, pushed([1]))).fix
 
 
-@pytest.mark.parametrize(
+@each_case(
     "keys",
     [
         None,
@@ -273,7 +274,7 @@ def test_read_of_a_tensor_by_keys_and_of_a_table_without_is_refused() -> None:
         assert isinstance(refused(one.send(ME, message, 0, pushed([1]))), ParamServeError)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(-1, -1), (4, 0), (4, 5), (4, -2), (1 << 40, -1)])
+@each_case(("rows", "width"), [(-1, -1), (4, 0), (4, 5), (4, -2), (1 << 40, -1)])
 def test_scan_and_put_with_other_sizes_than_the_table_has_are_refused(
     rows: int, width: int
 ) -> None:
@@ -338,7 +339,7 @@ def test_table_has_no_fields_and_no_snapshots() -> None:
     assert "is no table" in refused(one.send(ME, Scan(0, 1, 0, 4, -1, 0, 0))).failed
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("spec", "words"),
     [
         (table_spec(None), "has no rule"),
@@ -452,7 +453,7 @@ def decide(one: Rig) -> None:
     assert [type(answer.message) for _, client, answer in one.replies[-2:]] == [Done, Done]
 
 
-@pytest.mark.parametrize("key", [7, 8, 9])
+@each_case("key", [7, 8, 9])
 def test_row_put_while_a_clock_is_under_vote_is_behind_it_and_no_rule_runs_again(key: int) -> None:
     one = under_vote(Plus())
     done(one.send(9, Put(0, 0, 1, -1, 0, 0), 1, pushed([key], 50.0)))

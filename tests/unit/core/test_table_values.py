@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.rig import done, refused
 from tests.unit.core.test_table_requests import DIM, ME, push, pushed, rig, rows_of, table_spec
 
@@ -43,7 +44,7 @@ class Lowest(CustomRule):
 load_table(Lowest(), row_layout(Lowest(), DIM, "float32"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("dtype", "value", "told"),
     [
         ("float32", NAN, "nan: float32 has no NaN or Inf"),
@@ -81,9 +82,7 @@ def put_state(rule: Rule, value: float) -> tuple[KeyedBlock, Records]:
     return block, records
 
 
-@pytest.mark.parametrize(
-    ("rule", "value"), [(Adam(), NAN), (Adam(), INF), (Lowest(), NAN)], ids=str
-)
+@each_case(("rule", "value"), [(Adam(), NAN), (Adam(), INF), (Lowest(), NAN)], ids=str)
 def test_put_of_state_that_no_rule_makes_is_refused(rule: Rule, value: float) -> None:
     block, records = put_state(rule, value)
     with pytest.raises(NonFinite, match=f"the state for key 7 of table 'users' holds {value}"):
@@ -111,8 +110,8 @@ def test_pushed_row_of_16_bits_stays_finite_whatever_the_gradient() -> None:
         assert rows_of(one, [1]) == [value]
 
 
-@pytest.mark.parametrize("rule", [SGD(1.0), Lowest()], ids=["built in", "custom"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_case("rule", [SGD(1.0), Lowest()], ids=["built in", "custom"])
+@each_case("dtype", ["float32", "bfloat16"])
 def test_key_that_is_pushed_twice_in_one_request_harms_no_other_row(rule: Rule, dtype: str) -> None:
     """No client of ours sends it; one that does has the rule run twice, or the later one hold."""
     block, alone = (KeyedBlock(table_spec(rule, dtype=dtype), 1, rule, 1) for _ in range(2))

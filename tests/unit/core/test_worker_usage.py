@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.core.worker_usage import UsageByRank
 from paramserve.messages import WorkerUsage
@@ -23,7 +23,7 @@ def test_last_incarnation_of_a_rank_counts() -> None:
     assert told.report([7, 8]) == ((1, USED),), "its new incarnation has ended"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
         WorkerUsage(-1.0),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.engine.local import Local
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "error", "text"),
     [
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1, not 0"),

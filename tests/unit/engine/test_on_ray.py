@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.engine.base import Role
 from paramserve.engine.on_ray import Needs, OnRay, engine, naming, process
@@ -35,7 +36,7 @@ def test_engine_with_an_old_ray_says_which_it_needs(monkeypatch: pytest.MonkeyPa
         OnRay().open()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "error", "text"),
     [
         ({"servers": "apart"}, ValueError, "servers must be one of pack, spread, not 'apart'"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.engine.placing import NOTHING, Needs, arrange, arrange_more, describe, shortfall
 
@@ -30,7 +31,7 @@ def test_spread_servers_take_workers_beside_in_turn() -> None:
     assert [bundle.amounts for bundle in group.bundles] == [{"CPU": 4.0}, {"CPU": 3.0}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("workers", "strategy", "apart"), [("apart", "PACK", True), ("anywhere", "SPREAD", False)]
 )
 def test_workers_elsewhere_are_a_second_group(workers: str, strategy: str, apart: bool) -> None:
@@ -76,7 +77,7 @@ def test_request_is_described_in_words() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "error", "text"),
     [
         ({"num_cpus": -1}, ValueError, "num_cpus must be at least 0"),
@@ -134,7 +135,7 @@ def test_added_workers_anywhere_are_spread_together() -> None:
     assert arrange_more([], NEEDS, "pack", "anywhere", []) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("totals", "needs", "told", "fix"),
     [
         (

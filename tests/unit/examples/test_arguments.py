@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 
 import pytest
+from tests.suites import each_case
 
 import paramserve as ps
 from arguments import count, counts
@@ -15,13 +16,13 @@ def test_counts_list_gives_its_numbers() -> None:
     assert counts("1,2,40") == [1, 2, 40]
 
 
-@pytest.mark.parametrize("text", ["0", "-1"])
+@each_case("text", ["0", "-1"])
 def test_count_below_one_is_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"at least 1, not {text}"):
         count(text)
 
 
-@pytest.mark.parametrize("text", ["", "1,", "1.5", "two"])
+@each_case("text", ["", "1,", "1.5", "two"])
 def test_counts_no_whole_numbers_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         counts(text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from tests.suites import each_case
 
 from paramserve.launch.abbreviation import abbreviated
 
@@ -16,7 +16,7 @@ class Raises:
         raise LookupError
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         ({0: 0.25, 1: None}, "{0: 0.25, 1: None}"),
@@ -32,7 +32,7 @@ def test_value_is_one_short_line(value: object, text: str) -> None:
     assert abbreviated(value) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value", [{rank: ["x" * 1000] * 1000 for rank in range(1000)}, "x" * 10**6, Raises(), 10**2000]
 )
 def test_value_of_any_size_is_short(value: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.needs import needs
+from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
 from paramserve.checkpoint import claims
@@ -48,7 +49,7 @@ def name_of(recovery: Recovery | None) -> str | None:
     return recovery.resume_point.manifest.name if recovery.resume_point is not None else None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "told"),
     [
         ({"every_s": 0}, "every_s of Checkpoint must be above 0"),
@@ -69,7 +70,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], told: s
         Checkpoint(**{"path": "runs/a", **options})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "every"),
     [({}, (60.0, 0)), ({"every_steps": 9}, (0.0, 9)), ({"every_s": 5, "every_steps": 9}, (5.0, 9))],
 )
@@ -86,7 +87,7 @@ def test_run_without_any_of_it_has_no_recovery() -> None:
     assert recovery_of("train", None, False) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "told"),
     [
         ((None, True), "resume=True goes on from the newest checkpoint of checkpoint="),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from tests.suites import each_case
 
 from paramserve.engine.base import Failure
 from paramserve.engine.child import describe
@@ -32,7 +33,7 @@ from paramserve.launch.entries import (
 SERVER, WORKER = Key("server", 0), Key("worker", 0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "error_of"),
     [(COORDINATOR, process_failure), (SERVER, process_failure), (WORKER, worker_failed)],
 )
@@ -69,16 +70,14 @@ def test_timed_out_names_the_workers_that_are_not_done() -> None:
     assert timed_out(5.0, waiting[:1]).failed.endswith("not done: worker 1")
 
 
-@pytest.mark.parametrize(
-    ("workers", "text"), [(True, "the run was stopped"), (False, "the cluster was closed")]
-)
+@each_case(("workers", "text"), [(True, "the run was stopped"), (False, "the cluster was closed")])
 def test_stopped_says_what_it_was(workers: bool, text: str) -> None:
     error = stopped(2.04, workers=workers)
     assert isinstance(error, ClientClosed)
     assert error.failed == f"{text} after 2.0 s"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("workers", "early", "told"),
     [
         (True, False, "the run has finished after 2.0 s. Applied: no. To fix: read .* job.wait"),

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tests.needs import needs
+from tests.suites import each_case
 from tests.unit.launch.puppets import Puppets
 
 import paramserve as ps
@@ -46,7 +47,7 @@ class NeverOpens:
 def train(worker: ps.Worker, *args: object, **kwargs: object) -> None: ...
 
 
-@pytest.mark.parametrize("option", ["workers", "servers"])
+@each_case("option", ["workers", "servers"])
 def test_start_counts_must_be_positive_ints(option: str) -> None:
     wrong: list[Any] = [0, -1, 2.0, True]
     for value in wrong:
@@ -55,7 +56,7 @@ def test_start_counts_must_be_positive_ints(option: str) -> None:
             ps.start(train, engine=NeverOpens(), **{option: value})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "error", "text"),
     [
         ({"consistency": "async"}, TypeError, "consistency must be"),
@@ -90,7 +91,7 @@ def test_start_wrong_argument_is_named(
         ps.start(train, **{"engine": NeverOpens(), **options})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "error"), [(7, TypeError), ("file", FileExistsError), ("file/x", NotADirectoryError)]
 )
 def test_start_save_tables_that_is_no_folder_is_refused(
@@ -113,7 +114,7 @@ def test_start_save_tables_without_pyarrow_names_the_extra(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("begin", [ps.run, ps.start])
+@each_case("begin", [ps.run, ps.start])
 def test_arguments_behind_the_function_are_told_where_they_go(begin: Any) -> None:
     with pytest.raises(TypeError, match=rf"^ps.{begin.__name__} takes .* write args=\(3,\)$"):
         begin(train, 3, engine=NeverOpens())
@@ -123,7 +124,7 @@ def test_arguments_behind_the_function_are_told_where_they_go(begin: Any) -> Non
         begin()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("begin", "name", "text"),
     [
         (ps.run, "worker", r"ps\.run got an unexpected .* 'worker': did you mean workers\?$"),
@@ -192,7 +193,7 @@ def test_run_takes_what_start_takes() -> None:
         ps.run(train, show="bar", engine=NeverOpens())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "error", "text"),
     [
         ({"servers": 0}, ValueError, "servers"),
@@ -226,7 +227,7 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
+@each_case("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
 def test_deadlines_and_limits_that_are_wrong_are_named(begin: Callable[..., object]) -> None:
     for options, error, text in SETTINGS:
         with pytest.raises(error, match=text):
@@ -264,7 +265,7 @@ class KeepsRoles:
 KINDS = {"coordinator": CoordinatorConfig, "server 0": ServerConfig, "worker 0": WorkerConfig}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("begin", "count"),
     [(lambda **options: ps.run(train, **options), 3), (ps.Cluster, 2)],
     ids=["run", "cluster"],
@@ -288,7 +289,7 @@ def test_lines_of_each_process_are_labelled() -> None:
     assert labels == ["[coordinator] ", "[server 0] ", "[rank 0] ", "[rank 1] "]
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, max(1, cores() // 2))])
+@each_case(("threads", "expected"), [(3, 3), (None, max(1, cores() // 2))])
 def test_threads_of_the_engine_are_those_of_its_workers(threads: int | None, expected: int) -> None:
     engine = KeepsRoles(4)
     engine.threads_per_worker = threads
@@ -415,7 +416,7 @@ def test_result_tells_staleness_and_drops_by_worker_and_policy() -> None:
     assert (result.samples, result.repeated_samples) == ({0: 512, 1: 96}, 3)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "version", "skipped", "staleness", "dropped", "words"),
     [
         ("Own", 0, 0, (), ((0, 4), (2, 3)), "of rank 0, rank 2 to group 'm' .* Own dropped all 7"),

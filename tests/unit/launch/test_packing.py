@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from tests.suites import each_case
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
@@ -207,7 +208,7 @@ def uses_torch() -> object:
     return torch
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "expected"),
     [(uses_torch, ("torch",)), (functools.partial(uses_torch), ("torch",)), (len, ()), (dict, ())],
 )
@@ -233,7 +234,7 @@ class Awaits:
         """What no worker awaits."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "words"),
     [
         (awaits, r"awaits is an async function.* plain def that calls asyncio.run"),
@@ -263,7 +264,7 @@ class Trains:
 HERE = r"test_packing\.py:\d+"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "args", "kwargs", "words"),
     [
         (
@@ -361,7 +362,7 @@ def test_pack_leaves_refs_to_workers_on_ray_as_ray_pickles_them(ref: Any) -> Non
     assert (function(None), args) == ("pickled by Ray", ([1, "pickled by Ray"], 7))
 
 
-@pytest.mark.parametrize(("failed", "told"), [(False, "within 0.5 s"), (True, "bad sample 17")])
+@each_case(("failed", "told"), [(False, "within 0.5 s"), (True, "bad sample 17")])
 def test_pack_names_the_argument_whose_value_ray_does_not_have(
     monkeypatch: pytest.MonkeyPatch, failed: bool, told: str
 ) -> None:

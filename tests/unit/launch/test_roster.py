@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.suites import each_case
 
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
@@ -64,7 +65,7 @@ def test_worker_that_raises_fails_the_run_with_its_traceback() -> None:
     assert "Traceback of ZeroDivisionError" in str(error)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "words"),
     [(-9, "was killed by SIGKILL"), (0, "exited with code 0"), (7, "exited with code 7")],
 )
@@ -76,7 +77,7 @@ def test_worker_that_ends_without_returning_fails_the_run(status: int, words: st
     assert f"worker 0 {words} before its function returned" in str(error)
 
 
-@pytest.mark.parametrize("status", [-9, 1])
+@each_case("status", [-9, 1])
 def test_servers_end_fails_the_run_at_once(status: int) -> None:
     roster = running("continue")
     roster.on_end(SERVER, status, 2.0)
@@ -205,7 +206,7 @@ def test_restart_dead_worker_is_started_again_and_fails_past_its_times() -> None
     assert "had been restarted 2 times" in str(error)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("report", "again"),
     [
         (raised("DefineMismatch"), False),
@@ -250,7 +251,7 @@ def test_silence_of_an_incarnation_that_was_replaced_means_nothing() -> None:
     assert isinstance(roster.decide(3.2).error, WorkerFailed)
 
 
-@pytest.mark.parametrize(("times", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+@each_case(("times", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_restart_times_that_are_wrong_are_named(times: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="times of Restart must be"):
         Restart(times)
@@ -300,8 +301,8 @@ def test_scale_to_the_same_number_changes_nothing() -> None:
     assert roster.decide(99.0) == Decision()
 
 
-@pytest.mark.parametrize("how", ["returned", "raised", "killed", "silent"])
-@pytest.mark.parametrize("on_worker_death", ["stop", "continue", Restart()])
+@each_case("how", ["returned", "raised", "killed", "silent"])
+@each_case("on_worker_death", ["stop", "continue", Restart()])
 def test_retiring_worker_may_end_as_it_likes(how: str, on_worker_death: OnWorkerDeath) -> None:
     roster = running(on_worker_death)
     assert roster.scale(1, 2.0) == ()

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.launch.waiting import Latch
 
@@ -81,7 +82,7 @@ def test_exception_at_any_line_of_a_wait_or_a_set_leaves_other_waits_alone() -> 
     assert at > 10
 
 
-@pytest.mark.parametrize("comes", [True, False])
+@each_case("comes", [True, False])
 def test_wait_tells_whether_it_is_set(comes: bool) -> None:
     latch = Latch()
     if comes:

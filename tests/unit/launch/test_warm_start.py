@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.needs import needs
+from tests.suites import each_case
 
 from paramserve.client.arrow import schema_of
 from paramserve.core.table.options import TableOptions, Zeros
@@ -77,7 +78,7 @@ def test_file_of_torch_save_is_read(tmp_path: Path) -> None:
     assert packed(str(tmp_path / "w.pt"))[""]["w"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "error", "text"),
     [
         (7, TypeError, r"load_state must be a state dict, .* not int"),
@@ -122,7 +123,7 @@ def bytes_of(write: Callable[[Any, Any], None], content: Any) -> bytes:
 STATE = bytes_of(torch.save, {"w": torch.ones(2)})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "found"),
     [
         (b"", "an empty file"),
@@ -180,7 +181,7 @@ def test_tables_of_a_folder_go_by_the_names_of_files(tmp_path: Path) -> None:
     assert find_tables(None) == {}
 
 
-@pytest.mark.parametrize("letter", ["u", "/", "ü", "\U0001f600"])
+@each_case("letter", ["u", "/", "ü", "\U0001f600"])
 def test_table_with_the_longest_name_has_a_file_and_is_found(tmp_path: Path, letter: str) -> None:
     names = [letter * 512, letter * 511 + "x", letter * 60]
     for name in names:
@@ -195,7 +196,7 @@ def test_table_with_the_longest_name_has_a_file_and_is_found(tmp_path: Path, let
     assert find_tables(tmp_path).keys() == set(names)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "error", "text"),
     [
         (7, TypeError, "load_tables must be the folder"),

@@ -6,8 +6,8 @@ import io
 import re
 from collections.abc import Iterable
 
-import pytest
 from rich.console import Console
+from tests.suites import each_case
 
 from paramserve.messages import (
     GroupReport,
@@ -61,7 +61,7 @@ def left_out(lines: Iterable[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@each_case("width", [60, 80, 120])
 def test_status_fits_and_names_what_it_leaves_out(width: int) -> None:
     text = drawn(a_cluster(), width)
     lines = text.splitlines()

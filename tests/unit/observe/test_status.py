@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.config import ConsistencySpec
 from paramserve.messages import (
@@ -89,7 +89,7 @@ def test_group_without_live_workers_keeps_the_clock_of_the_last_one() -> None:
     assert (group.clock, group.version) == (9, 18)
 
 
-@pytest.mark.parametrize("live", [((0, 0), (1, 0)), ()], ids=["live", "left"])
+@each_case("live", [((0, 0), (1, 0)), ()], ids=["live", "left"])
 def test_group_that_is_pushed_by_hand_has_a_version_and_no_clock(
     live: tuple[tuple[int, int], ...],
 ) -> None:
@@ -179,7 +179,7 @@ def test_drops_are_added_over_the_groups() -> None:
     assert drops_by_rank(beats) == {1: 8, 2: 1}
 
 
-@pytest.mark.parametrize(("clock", "told"), [(6, "Buffered from clock 6"), (5, "")])
+@each_case(("clock", "told"), [(6, "Buffered from clock 6"), (5, "")])
 def test_group_tells_a_change_of_policy_until_it_holds(clock: int, told: str) -> None:
     change = GroupPolicy(0, 1, clock, ConsistencySpec("Buffered", {"size": 4}))
     beats = [ServerBeat(0, (report(9, changes=(change,)),))]  # its slowest worker is at clock 5
@@ -197,7 +197,7 @@ def test_samples_are_those_in_the_values_over_all_loaders() -> None:
     assert samples_by_rank([first, second]) == {0: 512, 1: 144, 2: 0}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "found"), [("dead", "finished"), ("restarting", "running"), ("live", "running")]
 )
 def test_cluster_with_a_rank_that_restarts_is_not_finished(state: str, found: str) -> None:

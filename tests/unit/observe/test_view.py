@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 from rich.console import Console
+from tests.suites import each_case
 from tests.unit.observe.test_progress import UNDER_ASYNC, at
 
 from paramserve.errors import CoordinatorGone
@@ -28,8 +29,8 @@ class AsksBack:
         return at(1.0, 10)
 
 
-@pytest.mark.parametrize("show", ["table", "line"])
-@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+@each_case("show", ["table", "line"])
+@each_case("terminal", [False, True], ids=["file", "terminal"])
 def test_watch_prints_and_ends_its_thread(terminal: bool, show: Literal["table", "line"]) -> None:
     out, run = io.StringIO(), AsksBack()
     threads = threading.active_count()
@@ -116,7 +117,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return shown
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@each_case("terminal", [False, True])
 def test_table_is_shown_on_a_terminal_if_nothing_else_is_said(
     monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from rich.console import Console
+from tests.suites import each_case
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, LocalSteps, Sync
@@ -27,7 +28,7 @@ MACHINE = Fitted(cores=2, latency_s=40e-6, message_s=15e-6, byte_s=2e-10, conten
 BYTES = 8e6
 
 
-@pytest.mark.parametrize(("goal", "expected"), [(9.0, 3.0), (0.0, 1.0), (1e6, 100.0)])
+@each_case(("goal", "expected"), [(9.0, 3.0), (0.0, 1.0), (1e6, 100.0)])
 def test_solve_finds_the_goal_or_the_nearer_bound(goal: float, expected: float) -> None:
     assert solve(lambda x: x * x, goal, (1.0, 100.0)) == pytest.approx(expected, rel=1e-4)
 
@@ -42,7 +43,7 @@ def measured(policy: Policy) -> Measured:
     )
 
 
-@pytest.mark.parametrize("policy", [Sync(), Async()], ids=["sync", "async"])
+@each_case("policy", [Sync(), Async()], ids=["sync", "async"])
 def test_fit_of_a_modelled_machine_predicts_it(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +72,7 @@ def test_rounds_fill_about_two_seconds_within_bounds() -> None:
     assert rounds_of(2_000_000, 4, 0.02) == pytest.approx(2.0 / 0.0524, abs=1)
 
 
-@pytest.mark.parametrize(("modelled_s", "said"), [(0.025, "+25%, within"), (0.03, "+50%, NOT")])
+@each_case(("modelled_s", "said"), [(0.025, "+25%, within"), (0.03, "+50%, NOT")])
 def test_verdict_is_about_the_last_line(modelled_s: float, said: str) -> None:
     line = Compared(1, 1, BYTES, 0.0, 0.01, 0.01, "byte")
     last = Compared(4, 2, BYTES, 0.02, 0.02, modelled_s, "")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from tests.suites import each_case
 
 from paramserve.cli import cli
 from paramserve.codecs import Codec, Delta, Int2, Int4, Int8, Sign, TopK
@@ -68,7 +69,7 @@ def test_plan_codec_and_local_steps_make_the_bytes() -> None:
     assert bytes_of(*many)[-1] == 4e6, "whole values take fewer bytes than nine deltas"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "text"),
     [
         (("--policy", "eventual"), "--policy"),
@@ -126,7 +127,7 @@ def test_plan_calibrate_prints_prediction_and_measurement(monkeypatch: pytest.Mo
     assert [each[1:] for each in asked] == [(4e6, 0.02)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "codec"),
     [
         ("int8", Int8()),
@@ -145,7 +146,7 @@ def test_codec_is_what_the_text_says(text: str, codec: Codec) -> None:
     assert codec_of(text) == codec
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "words"),
     [
         ("int5", "unknown name 'int5'; known: BFloat16"),

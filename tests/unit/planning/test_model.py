@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Pull, Push, Wait
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, LocalSteps, Sync
@@ -23,7 +24,7 @@ def play(setting: Setting, policy: Policy, clocks: int = 60, seed: int = 0) -> P
     return Model(setting, policy, clocks=clocks, seed=seed).play()
 
 
-@pytest.mark.parametrize(("shards", "expected_s"), [(1, 8.0), (100, 0.08)])
+@each_case(("shards", "expected_s"), [(1, 8.0), (100, 0.08)])
 def test_classic_question_by_hand_and_played(shards: int, expected_s: float) -> None:
     setting = replace(CLASSIC, shards=shards)
     assert setting.one_way_s == pytest.approx(expected_s)
@@ -163,7 +164,7 @@ def test_staleness_figures_are_over_pushes() -> None:
     assert staleness_figures({}) == (0.0, 0, 0)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.2, 1.0])
+@each_case("spread", [0.0, 0.2, 1.0])
 def test_spread_keeps_the_mean(spread: float) -> None:
     import random
 
@@ -172,7 +173,7 @@ def test_spread_keeps_the_mean(spread: float) -> None:
     assert math.fsum(drawn) / len(drawn) == pytest.approx(0.1, rel=0.08)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
         lambda: Setting(0, 1, 1.0),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.messages import Record
 from paramserve.observe.checkpoints import CheckpointStatus
@@ -182,7 +183,7 @@ def test_one_that_cannot_open_raises_and_those_before_it_are_closed() -> None:
     assert first.calls == ["open train", "close"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("wrong", "text"),
     [
         ([Kept], r"write Kept\(...\), and not Kept"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 from tests.unit.reporters.test_feeding import INFO, record, status
 from tests.unit.reporters.test_reporters import reported
 
@@ -178,7 +179,7 @@ def test_command_shows_two_runs_in_one_page(
     assert (tmp_path / "a" / "report.html").is_file()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("args", "why"),
     [
         (["c"], "c has no report.json"),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.suites import passes
+from tests.suites import each_case, passes
 from tests.unit.rules.rows_in_memory import DIM, PUSH, Rows, numbers
 
 import paramserve as ps
@@ -108,7 +108,7 @@ def made(**members: Any) -> Any:
     return dataclass(frozen=True)(type("Made", (CustomRule,), members))()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rule", "text"),
     [
         (made(whole_tensors=True), "Made looks at whole tensors"),

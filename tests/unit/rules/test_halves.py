@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.rules import Array
 from paramserve.rules.halves import decode, encode, mix, noise_of
@@ -73,7 +74,7 @@ def test_rounding_gives_neighbours_and_the_value_on_average(half: int) -> None:
         assert abs(float(got.mean(dtype=np.float64)) - exact) < 5 * spread, value
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("half", "largest", "beyond"),
     [
         (FLOAT16, 65504.0, [65504.1, 65519.0, 65520.0, 1e6, 3.4e38]),

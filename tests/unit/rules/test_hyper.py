@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.rules import (
     FTRL,
@@ -85,7 +86,7 @@ REFUSED: list[tuple[Any, list[tuple[dict[str, Any], str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "wrongs"), REFUSED, ids=lambda each: getattr(each, "name", ""))
+@each_case(("kind", "wrongs"), REFUSED, ids=lambda each: getattr(each, "name", ""))
 def test_option_out_of_range_is_refused_by_name(
     kind: Any, wrongs: list[tuple[dict[str, Any], str]]
 ) -> None:
@@ -94,7 +95,7 @@ def test_option_out_of_range_is_refused_by_name(
             kind(**options)
 
 
-@pytest.mark.parametrize("activation", [0.0, 0.1, 0.25])
+@each_case("activation", [0.0, 0.1, 0.25])
 def test_delayed_nesterov_is_algorithm_3_of_its_paper(activation: float) -> None:
     """Written once more as the paper has it: theta, m, Delta, beta, epsilon, c and N."""
     epsilon, beta, c, n = 0.7, 0.9, activation, 4
@@ -182,7 +183,7 @@ def test_sgd_momentum_zero_on_a_block_with_buffer_leaves_it_alone() -> None:
     np.testing.assert_array_equal(buffer, 7.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "words"),
     [
         (lambda: SGD(lr="0.1"), "lr of SGD must be a number, not '0.1'"),

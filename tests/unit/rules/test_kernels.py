@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.kernel_cache import Kernels
 from paramserve.rules import (
@@ -53,7 +54,7 @@ def numbers(size: int, dtype: Any, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(size).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_largest_is_numpys(dtype: Any) -> None:
     for size in SIZES:
         source, target = numbers(size, dtype), np.full(size, 9, dtype)
@@ -63,7 +64,7 @@ def test_largest_is_numpys(dtype: Any) -> None:
         np.testing.assert_array_equal(target, source)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_largest_of_extremes(dtype: Any) -> None:
     info = np.finfo(dtype)
     small = [info.tiny, -info.smallest_subnormal, 0.0, -0.0]
@@ -72,7 +73,7 @@ def test_largest_of_extremes(dtype: Any) -> None:
     assert kernels.largest(np.array([*small, info.min], dtype)) == info.max
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_largest_is_inf_with_one_bad_element_anywhere(dtype: Any) -> None:
     for bad, size in itertools.product(BAD, SIZES[1:]):
         for at in {0, size // 2, size - 1}:
@@ -82,7 +83,7 @@ def test_largest_is_inf_with_one_bad_element_anywhere(dtype: Any) -> None:
             assert kernels.copy_largest(np.empty_like(a), a) == math.inf, (bad, size, at)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_add_into_adds_as_numpy_to_the_bit(dtype: Any) -> None:
     for size in SIZES:
         total, other = numbers(size, dtype), numbers(size, dtype, seed=1)
@@ -93,7 +94,7 @@ def test_add_into_adds_as_numpy_to_the_bit(dtype: Any) -> None:
         np.testing.assert_array_equal(total, scaled)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_squared_norm_is_exact_to_float64(dtype: Any) -> None:
     for size in SIZES:
         a = numbers(size, dtype)
@@ -119,7 +120,7 @@ def test_squared_norm_of_large_float32_does_not_overflow() -> None:
     assert kernels.squared_norm(np.full(4, 1e30, np.float32)) == pytest.approx(4e60, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float16, np.dtype(">f8")])
+@each_case("dtype", [np.int32, np.float16, np.dtype(">f8")])
 def test_prepare_other_dtype_is_refused(dtype: Any) -> None:
     with pytest.raises(TypeError, match="float32 or float64"):
         kernels.prepare(np.dtype(dtype))
@@ -133,7 +134,7 @@ def compiled_signatures(wanted: Kernels) -> list[int]:
     return [len(each.signatures) for each in dispatchers]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_apply_never_compiles(dtype: Any) -> None:
     for rule in RULES:
         wanted = rule.block_kernels(np.dtype(dtype))
@@ -150,7 +151,7 @@ def test_apply_never_compiles(dtype: Any) -> None:
         assert compiled_signatures(wanted) == before, rule
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_shared_kernels_never_compile(dtype: Any) -> None:
     shared = kernels.shared(np.dtype(dtype))
     before = compiled_signatures(shared)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.rules.rows_in_memory import PUSH
 
 from paramserve.errors import NonFinite
@@ -42,9 +43,9 @@ def drawn(dtype: Any) -> tuple[Array, list[Array]]:
     )
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@each_case("dtype", KINDS)
+@each_case("maximize", [False, True])
+@each_case("decay", [0.0, 0.1])
 def test_lion_is_program_1_of_its_paper(dtype: Any, maximize: bool, decay: float) -> None:
     start, gradients = drawn(dtype)
     lr, beta1, beta2 = 0.01, 0.9, 0.99
@@ -88,9 +89,9 @@ def by_the_paper(start: Array, gradients: list[Array], decay: float, sign: float
     return found
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@each_case("dtype", KINDS)
+@each_case("maximize", [False, True])
+@each_case("decay", [0.0, 0.1])
 def test_lamb_is_algorithm_2_of_its_paper(dtype: Any, maximize: bool, decay: float) -> None:
     start, gradients = drawn(dtype)
     start[SIZES[0]] = 0.0  # a tensor whose norm is 0: its ratio is 1
@@ -117,8 +118,8 @@ def test_lamb_is_refused_for_tables() -> None:
         row_layout(LAMB(), 8, "float32")
 
 
-@pytest.mark.parametrize("rule", [Lion, LAMB])
-@pytest.mark.parametrize("wrong", [{"betas": (0.9,)}, {"betas": (1.0, 0.9)}, {"lr": -1.0}])
+@each_case("rule", [Lion, LAMB])
+@each_case("wrong", [{"betas": (0.9,)}, {"betas": (1.0, 0.9)}, {"lr": -1.0}])
 def test_numbers_out_of_range_are_refused(rule: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rule.name):
         rule(**wrong)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.config import RuleSpec
 from paramserve.errors import UnknownRule
@@ -46,9 +47,7 @@ def test_spec_names_the_rule_and_its_options() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "rule", [Add(), SGD(lr=1), Adam(betas=(0.5, 0.6), decoupled=True)], ids=str
-)
+@each_case("rule", [Add(), SGD(lr=1), Adam(betas=(0.5, 0.6), decoupled=True)], ids=str)
 def test_build_after_the_wire_gives_an_equal_rule(rule: Rule) -> None:
     wire = msgspec.msgpack.encode(spec(rule))
     assert build(msgspec.msgpack.decode(wire, type=RuleSpec)) == rule
@@ -71,7 +70,7 @@ def test_build_registered_rule_replaces_no_built_in_one() -> None:
     assert type(build(RuleSpec("SGD", {"lr": 0.1}), {"SGD": Imposter})) is SGD
 
 
-@pytest.mark.parametrize(
+@each_case(
     "options",
     [
         {},
@@ -95,7 +94,7 @@ def test_spec_of_numpy_numbers_is_of_floats() -> None:
     assert all(type(each) in (float, bool) for each in options.values())
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [SGD, object(), "SGD", Mine(mode=cast(str, None))],
     ids=["class", "object", "text", "field"],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 from tests.unit.rules.rows_in_memory import DIM, PUSH, ROWS, Rows, numbers
 
 from paramserve.rules import (
@@ -56,7 +57,7 @@ def _compiled() -> None:
 # --- layout ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("layout", "value_words", "state_at", "count_at", "words"),
     [
         (RowLayout(4, "float32"), 4, (), -1, 4),
@@ -76,9 +77,7 @@ def test_layout_places_values_states_and_count(
     assert layout.words == words
 
 
-@pytest.mark.parametrize(
-    "wrong", [(0, "float32", ()), (4, "float32", (0,)), (3, "float64", ()), (4, "int8", ())]
-)
+@each_case("wrong", [(0, "float32", ()), (4, "float32", (0,)), (3, "float64", ()), (4, "int8", ())])
 def test_layout_wrong_width_or_dtype_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError):
         RowLayout(*wrong)
@@ -111,7 +110,7 @@ def test_fresh_states_are_the_rules_own() -> None:
 # --- refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rule", "hyper", "text"),
     [
         (SGD(lr=0.1), {"lr": 0.1, "momentum": 0.9}, "needs the state momentum_buffer"),
@@ -162,8 +161,8 @@ def test_row_adagrad_maximize_goes_the_other_way() -> None:
     assert up.values.any()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("options", [{}, {"l1": 0.8, "l2": 0.3}, {"beta": 0.0, "l1": 0.1}], ids=str)
+@each_case("dtype", [np.float32, np.float64])
+@each_case("options", [{}, {"l1": 0.8, "l2": 0.3}, {"beta": 0.0, "l1": 0.1}], ids=str)
 def test_ftrl_is_algorithm_1_of_the_paper(options: dict[str, float], dtype: Any) -> None:
     """McMahan et al. write a value when it is needed, from z and n alone."""
     rule = FTRL(alpha=0.4, **options)
@@ -193,7 +192,7 @@ def test_ftrl_is_algorithm_1_of_the_paper(options: dict[str, float], dtype: Any)
     assert (zeros > 0) == (l1 > 0), "l1 is there to make zeros"
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["Adam", "AdamW"])
+@each_case("decoupled", [False, True], ids=["Adam", "AdamW"])
 def test_adam_on_rows_equals_torch_with_one_parameter_for_each_row(decoupled: bool) -> None:
     """Lazy: a row that is not named neither moves nor counts."""
     rows = Rows(Adam(lr=0.05, weight_decay=0.1, decoupled=decoupled))
@@ -213,7 +212,7 @@ def test_adam_on_rows_equals_torch_with_one_parameter_for_each_row(decoupled: bo
     np.testing.assert_allclose(rows.values, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["RMSprop", "Adamax", "NAdam"])
+@each_case("kind", ["RMSprop", "Adamax", "NAdam"])
 def test_torch_rule_on_rows_equals_torch_with_one_parameter_for_each_row(kind: str) -> None:
     """NAdam keeps a number for each tensor besides its elements: here, for each row."""
     rows = Rows(TorchRule.of(kind, lr=0.05))
@@ -316,7 +315,7 @@ def by_lerp(beta1: float, gradients: list[Array]) -> Array:
     return mean
 
 
-@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.51, 0.9])
+@each_case("beta1", [0.0, 0.3, 0.5, 0.51, 0.9])
 def test_mean_of_gradients_is_the_one_that_torchs_lerp_gives(beta1: float) -> None:
     factors = np.random.default_rng(0).uniform(0.5, 1.5, 19)
     gradients = [(each * factors).astype(np.float32) for each in GRADIENTS]

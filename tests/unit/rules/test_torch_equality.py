@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 
 from paramserve.rules import (
     SGD,
@@ -153,14 +154,14 @@ def plain(kind: str, options: dict[str, Any]) -> Reference:
     return lambda given: getattr(torch.optim, kind)(given, foreach=False, **options)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@each_case("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
 def test_sgd_equals_torch(dtype: type[Any]) -> None:
     for options in SGD_OPTIONS:
         assert_same_way(SGD(lr=0.05, **options), plain("SGD", {"lr": 0.05, **options}), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("decoupled", [False, True], ids=["Adam", "AdamW"])
+@each_case("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@each_case("decoupled", [False, True], ids=["Adam", "AdamW"])
 def test_adam_equals_torch(decoupled: bool, dtype: type[Any]) -> None:
     kind = "AdamW" if decoupled else "Adam"
     for options in ADAM_OPTIONS:
@@ -168,7 +169,7 @@ def test_adam_equals_torch(decoupled: bool, dtype: type[Any]) -> None:
         assert_same_way(rule, plain(kind, {"lr": 0.01, **options}), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@each_case("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
 def test_adagrad_equals_torch(dtype: type[Any]) -> None:
     for options in ADAGRAD_OPTIONS:
         reference = plain("Adagrad", {"lr": 0.05, **options})
@@ -193,7 +194,7 @@ def test_others_equal_torch(dtype: type[Any]) -> None:
         assert_same_way(rule, plain(kind.__name__, {"lr": 0.01, **options}), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+@each_case("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
 def test_hyper_that_changes_with_each_push_equals_a_torch_schedule(dtype: type[Any]) -> None:
     rng = np.random.default_rng(2)
     start, steps = rng.standard_normal(9).astype(dtype), rng.standard_normal((20, 9)).astype(dtype)

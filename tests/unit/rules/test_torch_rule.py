@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 from tests.unit.core.rig import block_spec
 
 from paramserve.core.block import ShardBlock
@@ -56,7 +57,7 @@ def cuts_of(rule: TorchRule, shapes: tuple[tuple[int, ...], ...], shards: int) -
     return (0, 2, edges[-1] - 7, edges[-1])
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda each: str(each)[:30])
+@each_case(("kind", "options"), CASES, ids=lambda each: str(each)[:30])
 def test_torch_rule_equals_torch(kind: str, options: dict[str, Any]) -> None:
     for shards, dtype in itertools.product((1, 3), ("float32", "float64")):
         assert_goes_with_torch(kind, options, shards, dtype)
@@ -108,15 +109,13 @@ def test_every_class_of_torch_is_run_or_refused() -> None:
     assert theirs - set(REFUSED) - ELEMENTWISE == {"Adafactor", "Muon"}
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, "Optimizer", "lr_scheduler", "_functional", "Adamm"])
+@each_case("kind", [*REFUSED, "Optimizer", "lr_scheduler", "_functional", "Adamm"])
 def test_what_servers_cannot_run_is_a_type_error(kind: str) -> None:
     with pytest.raises(TypeError, match=r"cannot run|no optimizer"):
         TorchRule(kind, ("lr:float",), (0.1,))
 
 
-@pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.5)}], ids=str
-)
+@each_case("options", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.5)}], ids=str)
 def test_option_out_of_range_is_a_value_error(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         TorchRule.of("NAdam", **options)

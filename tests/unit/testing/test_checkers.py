@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
+from tests.suites import each_case
 
 from paramserve.consistency.base import DROP, GroupView, OnPush, Policy, Push
 from paramserve.consistency.built_in import (
@@ -105,7 +105,7 @@ def test_all_or_nothing_leaves_out_clocks_of_policies_that_do_not_collect() -> N
     assert "push 1 is only on block 0 on shard 0" in checkers.all_or_nothing(found)[0]
 
 
-@pytest.mark.parametrize(("policy", "lacking"), [(Async(), 0), (Buffered(3, damping=None), 2)])
+@each_case(("policy", "lacking"), [(Async(), 0), (Buffered(3, damping=None), 2)])
 def test_session_may_lack_only_what_waits_in_a_buffer(policy: Policy, lacking: int) -> None:
     pushes = [push(0, n, n, 1 + 2 * n) for n in range(4)]
     for missing in range(4):
@@ -126,7 +126,7 @@ def bounded(policy: Policy, clock: int) -> History:
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "last"),
     [(BoundedStaleness(0), 2), (BoundedStaleness(1), 3), (BoundedStaleness(4), 6), (Sync(), 2)],
 )
@@ -148,7 +148,7 @@ def test_bounded_staleness_leaves_out_who_did_not_count_there() -> None:
     assert checkers.bounded_staleness(found)
 
 
-@pytest.mark.parametrize(("clock", "order", "good"), [(3, 1, True), (2, 1, False), (3, 9, False)])
+@each_case(("clock", "order", "good"), [(3, 1, True), (2, 1, False), (3, 9, False)])
 def test_bounded_staleness_leaves_out_what_is_older_than_a_return(
     clock: int, order: int, good: bool
 ) -> None:
@@ -175,7 +175,7 @@ def decided(policy: Policy, *ranks: int, waited_s: float = 0.0) -> History:
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "ranks", "waited_s", "good"),
     [
         (Sync(), (0, 1, 2), 0.0, True),
@@ -197,7 +197,7 @@ def test_clock_is_decided_without_as_many_as_the_policy_allows(
     assert (wrong == []) is good, wrong
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("step_s", "waited_s", "good"),
     [(None, 0.1, True), (0.0, 9.0, False), (0.2, 0.39, False), (0.2, 0.4, True), (0.01, 0.1, True)],
 )
@@ -256,7 +256,7 @@ def test_who_counts_a_live_worker_is_not_forgotten() -> None:
     assert checkers.who_counts(found) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("clock", "slowest", "joins", "good"),
     [
         (5, 5, True, True),
@@ -292,7 +292,7 @@ def test_spoiled_gradient_in_a_read_or_at_the_end_is_found() -> None:
 # --- policies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("applied_at", "dropped_at", "good"),
     [(5, None, True), (6, None, False), (None, 6, True), (None, 5, False)],
 )
@@ -318,7 +318,7 @@ def test_drops_by_staleness_takes_a_step_of_no_member_for_dropped() -> None:
     assert checkers.drops_by_staleness(found) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("gradients", "alone", "good"),
     [(3, False, True), (4, False, False), (2, False, False), (2, True, True), (4, True, False)],
 )
@@ -329,7 +329,7 @@ def test_buffers_are_full_but_for_the_last(gradients: int, alone: bool, good: bo
     assert (checkers.buffers_are_full(found) == []) is good
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "used", "counted", "good"),
     [
         (Sync(), [(0, 2), (2, 4)], 0, True),
@@ -351,7 +351,7 @@ def test_samples_are_used(
     assert checkers.samples_are_used(found) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("second", "good"),
     [
         (Agreed(1, 1, 1, 0b11, False, 1), True),
@@ -379,7 +379,7 @@ class Drops(Policy):
         return DROP
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "spoiled", "good"),
     [
         (Sync(backup=1), False, True),
@@ -413,7 +413,7 @@ def applied(policy: Policy, told: Applied, *, base: int = 3, workers: int = 2) -
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("policy", "scale", "base", "good"),
     [
         (Async(), 1.0, 3, True),
@@ -432,7 +432,7 @@ def test_gradient_counts_by_the_damping_of_its_staleness(
     assert (checkers.gradients_count_as_decided(found) == []) is good
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("workers", "momentum", "good"),
     [(2, 0.4, True), (2, 0.9, False), (2, 0.9 - 2 / 3, False), (1, 0.9, True), (20, 0.0, True)],
 )
@@ -444,7 +444,7 @@ def test_gradient_momentum_is_corrected_by_who_counts(
     assert (checkers.gradients_count_as_decided(found) == []) is good
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rank", "order", "clock", "good"),
     [(2, 1, 9, True), (2, 1, 8, False), (3, 1, 9, False), (2, 3, 9, False)],
 )
@@ -459,7 +459,7 @@ def test_who_counts_joiner_begins_at_the_slowest_or_where_it_began_elsewhere_bef
     assert (checkers.who_counts(found) == []) is good
 
 
-@pytest.mark.parametrize(("change", "good"), [(0.5, True), (0.0, False), (0.25, False)])
+@each_case(("change", "good"), [(0.5, True), (0.0, False), (0.25, False)])
 def test_gradient_is_compensated_from_the_read_that_it_came_from(change: float, good: bool) -> None:
     """Push 1 comes from a read without push 0; another one with it is answered later."""
     calls = [push(0, 0, 0, 1), read(0, 1, 0, 2, row(0, 0)), push(0, 2, 1, 9, bases=(4,))]
@@ -491,7 +491,7 @@ def test_changes_agree_on_one_clock_for_all_shards() -> None:
     assert "from clock 9 on shard 1, and to Async from clock 10" in checkers.changes_agree(found)[0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("clock", "together", "good"),
     [(4, False, True), (4, True, False), (5, True, True), (5, False, False)],
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Inverse, Sync
 from paramserve_testing import cut, join, kill, leave, set_policy, slow, stop
@@ -28,12 +29,12 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("text", WRITTEN)
+@each_case("text", WRITTEN)
 def test_scripted_fault_is_shown_as_it_is_written(text: str) -> None:
     assert repr(eval(text)) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("call", "options"),
     [
         (kill, {"worker": -1, "clock": 0}),
@@ -73,7 +74,7 @@ class Sends:
         self.stepping = stepping
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fault", "rank", "clock", "due"),
     [
         (kill(worker=1, clock=7), 1, 7, True),

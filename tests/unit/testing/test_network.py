@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.virtual import VirtualClock
 from paramserve_testing.network import (
@@ -126,9 +127,7 @@ def test_slow_way_takes_factor_times_as_long_for_its_time(wire: Wire) -> None:
     assert wire.network.delay_s(("worker 0", "shard 1")) <= 0.002
 
 
-@pytest.mark.parametrize(
-    ("rates", "broken"), [(client_rates, False), (peer_rates, True), (None, False)]
-)
+@each_case(("rates", "broken"), [(client_rates, False), (peer_rates, True), (None, False)])
 def test_each_kind_of_stream_has_its_own_rate_of_loss(rates: Rates | None, broken: bool) -> None:
     wire = Wire(Faults(peer_lose=1.0))
     wire.stream = wire.network.open(wire.near, wire.far, "another", rates)

@@ -9,6 +9,7 @@ import os
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.errors import Overloaded, ProtocolError
 from paramserve.transport.arena import RESERVED_BYTES, Arena, map_arena
@@ -65,7 +66,7 @@ def test_mapping_outlives_the_client_and_leaves_no_descriptor() -> None:
     assert open_fds() == before
 
 
-@pytest.mark.parametrize("nbytes", [SIZE + 1, 0, -1])
+@each_case("nbytes", [SIZE + 1, 0, -1])
 def test_arena_smaller_than_said_is_refused(nbytes: int) -> None:
     arena = Arena.create(SIZE, 1)
     before = open_fds()
@@ -120,7 +121,7 @@ def test_no_memory_left_is_overloaded_and_leaves_nothing(monkeypatch: pytest.Mon
     assert open_fds() == before
 
 
-@pytest.mark.parametrize(("nbytes", "number"), [(0, 1), (RESERVED_BYTES - 1, 1), (SIZE, 0)])
+@each_case(("nbytes", "number"), [(0, 1), (RESERVED_BYTES - 1, 1), (SIZE, 0)])
 def test_impossible_arena_is_a_value_error(nbytes: int, number: int) -> None:
     with pytest.raises(ValueError, match="an arena needs"):
         Arena.create(nbytes, number)

@@ -8,6 +8,7 @@ import hmac
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 
 from paramserve.errors import NotAuthenticated, ProtocolError
 from paramserve.messages import PROTOCOL_VERSION
@@ -71,7 +72,7 @@ def test_random_answers_are_refused(data: bytes) -> None:
         auth.check_answer([TOKEN], SERVER, data)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "says"),
     [
         (b"HTTP" + bytes(auth.GREETING_BYTES - 4), "greets with b'HTTP'"),

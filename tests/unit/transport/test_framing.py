@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 
 from paramserve.errors import ProtocolError
 from paramserve.messages import ALIGN, PROTOCOL_VERSION
@@ -77,7 +78,7 @@ def test_parse_prelude_at_the_limits_is_accepted() -> None:
     assert parse(raw_prelude(header=HEADER_MAX, payload=PAYLOAD_MAX)) == (HEADER_MAX, PAYLOAD_MAX)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "says"),
     [
         (raw_prelude(magic=b"GET "), "starts with b'GET '"),
@@ -109,7 +110,7 @@ def test_stream_cut_anywhere_gives_the_same_frames(
     assert read_all(stream, cuts) == frames
 
 
-@pytest.mark.parametrize("cut", [1 << 12, BUFFER_BYTES, 1 << 30])
+@each_case("cut", [1 << 12, BUFFER_BYTES, 1 << 30])
 def test_headers_longer_than_the_buffer_pass_among_short_ones(cut: int) -> None:
     sizes = [5, 150_000, 7, BUFFER_BYTES - 20, BUFFER_BYTES - 19, 3, HEADER_MAX, 1]
     frames = [(bytes([i]) * size, b"p" * (i * 100)) for i, size in enumerate(sizes)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.errors import Overloaded, ProtocolError
 from paramserve.messages import Hello, Ok, Refused, Welcome, decoder, encode
@@ -58,13 +59,13 @@ def test_answer_with_another_nonce_says_that_nothing_is_shared() -> None:
         check_answer(encode(Welcome(b"1234")), b"1235")
 
 
-@pytest.mark.parametrize("answer", [b"", b"\xff", encode(Ok(1))], ids=["none", "noise", "other"])
+@each_case("answer", [b"", b"\xff", encode(Ok(1))], ids=["none", "noise", "other"])
 def test_answer_that_is_none_is_a_protocol_error(answer: bytes) -> None:
     with pytest.raises(ProtocolError, match="was no welcome"):
         check_answer(answer, b"")
 
 
-@pytest.mark.parametrize(("told", "applied"), [("no", "no"), ("yes", "yes"), ("?", "unknown")])
+@each_case(("told", "applied"), [("no", "no"), ("yes", "yes"), ("?", "unknown")])
 def test_refusal_is_raised_as_the_peers_error(told: str, applied: str) -> None:
     with pytest.raises(Overloaded, match="too many") as caught:
         check_answer(encode(Refused(0, "Overloaded", "too many", told, "wait")), b"")

@@ -6,12 +6,13 @@ import socket
 import struct
 
 import pytest
+from tests.suites import each_case
 
 from paramserve.transport import tcp
 from paramserve.transport.tcp import LostHosts, is_lost, join_place, reached_at, split_place
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("place", "host", "port"),
     [
         ("10.0.0.1:80", "10.0.0.1", 80),
@@ -25,7 +26,7 @@ def test_split_place_undoes_join_place(place: str, host: str, port: int) -> None
     assert join_place(host, port) == place
 
 
-@pytest.mark.parametrize(
+@each_case(
     "place",
     ["", "host", ":80", "host:", "host:x", "host:65536", "host:-1", "::1:80", "[]:80", "[::1]"],
 )
@@ -38,7 +39,7 @@ def test_reached_at_bound_host_is_that_host() -> None:
     assert [reached_at(host) for host in ("10.1.2.3", "name", "::1")] == ["10.1.2.3", "name", "::1"]
 
 
-@pytest.mark.parametrize(("wildcard", "family"), [("0.0.0.0", 2), ("::", 10)])
+@each_case(("wildcard", "family"), [("0.0.0.0", 2), ("::", 10)])
 def test_reached_at_wildcard_is_an_address_of_its_family(wildcard: str, family: int) -> None:
     found = reached_at(wildcard)
     assert found != wildcard
@@ -56,7 +57,7 @@ def test_lost_host_has_data_on_its_way_and_no_acknowledgement() -> None:
     assert is_lost(info(unacked=1, last_ack_ms=3001), 3.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "told",
     [
         info(unacked=0, last_ack_ms=60_000),  # A full window, or nothing to say: keepalive looks.
@@ -113,7 +114,7 @@ def test_look_forgets_closed_sockets() -> None:
     assert hosts.look() is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kinds", "expected"),
     [
         ([socket.AF_INET6], socket.AF_INET6),

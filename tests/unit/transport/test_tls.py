@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ssl
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.suites import each_case
 
 from paramserve.config import TLS
 from paramserve.errors import NotAuthenticated, ProtocolError
@@ -68,7 +68,7 @@ def failed(reason: str, kind: type[ssl.SSLError] = ssl.SSLError) -> ssl.SSLError
     return error
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reason", "says"),
     [
         ("TLSV1_ALERT_UNKNOWN_CA", "it is not signed by the peer's authority"),
@@ -88,6 +88,6 @@ def test_explain_anything_else_is_a_protocol_error() -> None:
     assert "WRONG_VERSION_NUMBER" in str(error)
 
 
-@pytest.mark.parametrize("kind", [ssl.SSLEOFError, ssl.SSLZeroReturnError])
+@each_case("kind", [ssl.SSLEOFError, ssl.SSLZeroReturnError])
 def test_explain_end_of_the_stream_is_a_lost_connection(kind: type[ssl.SSLError]) -> None:
     assert isinstance(explain(failed("EOF", kind), SETTINGS, "x"), ConnectionResetError)

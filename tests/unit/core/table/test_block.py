@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 from tests.unit.core.table.rig import contents, keys_of
 
 from paramserve.core.table.block import KeyedBlock
@@ -49,7 +50,7 @@ def gradient(*keys: int) -> RowGradient:
     return RowGradient(keys_of(keys), np.ones((len(keys), 2), np.float32))
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@each_case("times", [1, 3])
 def test_keys_are_counted_when_an_update_is_kept_however_often_it_was_prepared(times: int) -> None:
     block = block_of(TableOptions(Zeros(), admit=MinCount(3)))
     found = []
@@ -69,7 +70,7 @@ def filled(rule: Rule) -> KeyedBlock:
     return block
 
 
-@pytest.mark.parametrize("rule", [Add(), Careful()])
+@each_case("rule", [Add(), Careful()])
 def test_update_that_is_prepared_changes_nothing_before_it_is_kept(rule: Rule) -> None:
     block, other = filled(rule), filled(rule)
     before = contents(block.store), block.report()

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.core.table import changes
 from paramserve.core.table.changes import RowChanges
@@ -22,7 +23,7 @@ def rows_of(flags: np.ndarray) -> list[int]:
     return np.flatnonzero(flags).tolist()
 
 
-@pytest.mark.parametrize("what", ["before", "on_use"])
+@each_case("what", ["before", "on_use"])
 def test_no_row_number_is_left_out(what: str) -> None:
     for last in (0, 1, changes.SMALL - 1, changes.SMALL, 2 * changes.SMALL + 2):
         made = begun()

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
+from tests.suites import each_case
 from tests.unit.core.table.rig import keys_of, store_of
 
 from paramserve.core.table.admission import Waiting
@@ -116,7 +116,7 @@ def read(copy: RowsCopy, training: Training) -> State:
     )
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each_case("name", OPTIONS)
 def test_cut_stays_as_it_was(name: str) -> None:
     for seed in range(SEEDS):
         training = Training(seed, OPTIONS[name])
@@ -129,7 +129,7 @@ def test_cut_stays_as_it_was(name: str) -> None:
         assert not training.store.watchers
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each_case("name", OPTIONS)
 def test_increments_come_to_what_was_at_the_last_cut(name: str) -> None:
     """Each is read while the table goes on; one in three is given up."""
     for seed in range(SEEDS):

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.table_model import splitmix64
+from tests.suites import each_case
 from tests.unit.core.table.rig import STREAM, keys_of, read, store_of
 
 from paramserve.core.table.options import Constant, Init, Normal, TableOptions, Uniform, Zeros
@@ -36,7 +36,7 @@ def normal(key: int, element: int) -> float:
     return radius * turn(2.0 * math.pi * (z % 2**32) / 2**32)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 7, 128, 129])
+@each_case("dim", [1, 2, 7, 128, 129])
 def test_normal_is_box_mullers(dim: int) -> None:
     got = drawn(Normal(2.0, 3.0), dim, keys=40)
     expected = [[2.0 + 3.0 * normal(key, j) for j in range(dim)] for key in range(40)]
@@ -67,15 +67,15 @@ def test_uniform_has_its_moments_and_bounds() -> None:
     assert abs(np.corrcoef(u.T) - np.eye(50)).max() < 6.0 / math.sqrt(MANY)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_case("dtype", ["float32", "bfloat16", "float16"])
 def test_constant_is_one_value_the_nearest_of_its_dtype(dtype: str) -> None:
     nearest = {"float32": np.float32(0.1), "bfloat16": 0.10009765625, "float16": np.float16(0.1)}
     assert (drawn(Constant(0.1), 3, 9, dtype) == nearest[dtype]).all()
     assert not drawn(Zeros(), 3, 9, dtype).any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dim", [1, 4, 5])
+@each_case("dtype", ["bfloat16", "float16"])
+@each_case("dim", [1, 4, 5])
 def test_16_bit_rows_begin_with_the_nearest_value(dtype: str, dim: int) -> None:
     exact = drawn(Normal(std=3.0), dim, 500)
     got = drawn(Normal(std=3.0), dim, 500, dtype)
@@ -126,8 +126,8 @@ def test_initial_values_go_where_positions_say() -> None:
     assert (out[[1, 4]] == 9.0).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("purpose", [Purpose.PUT, Purpose.READ])
+@each_case("dtype", ["float32", "bfloat16"])
+@each_case("purpose", [Purpose.PUT, Purpose.READ])
 def test_nothing_is_written_at_positions_that_are_not_there(dtype: str, purpose: Purpose) -> None:
     """Clients can change them after they were checked."""
     store, keys = RowStore(RowLayout(3, dtype), NONE, TableOptions(Normal()), 1), keys_of(range(4))

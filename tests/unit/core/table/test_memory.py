@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.core.table import memory
 from paramserve.core.table.memory import HUGE_BYTES, Growing, zeros
@@ -52,7 +53,7 @@ def test_growing_where_nothing_can_be_resized_copies(monkeypatch: pytest.MonkeyP
     assert not growing.array[before:].any()
 
 
-@pytest.mark.parametrize("rows", [0, 1, HUGE_BYTES // 16 - 1, HUGE_BYTES // 16, HUGE_BYTES])
+@each_case("rows", [0, 1, HUGE_BYTES // 16 - 1, HUGE_BYTES // 16, HUGE_BYTES])
 def test_zeros_has_its_shape(rows: int) -> None:
     array = zeros(rows, 2)
     assert (array.shape, array.dtype) == ((rows, 2), np.int64)

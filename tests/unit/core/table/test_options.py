@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.suites import each_case
 
 from paramserve.config import RuleSpec
 from paramserve.core.table.options import (
@@ -27,7 +28,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("options", ALL)
+@each_case("options", ALL)
 def test_options_survive_a_message(options: TableOptions) -> None:
     data = msgspec.msgpack.encode(options.to_spec())
     assert TableOptions.from_spec(msgspec.msgpack.decode(data, type=RuleSpec)) == options
@@ -49,7 +50,7 @@ def test_of_shard_divides_the_rows_and_nothing_else() -> None:
         assert same.of_shard(4) is same
 
 
-@pytest.mark.parametrize(
+@each_case(
     "make",
     [
         lambda: Uniform(1.0, 0.0),
@@ -73,7 +74,7 @@ def test_number_out_of_range_is_a_value_error(make: Any) -> None:
         make()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "make",
     [
         lambda: Uniform("0", 1.0),
@@ -96,7 +97,7 @@ def test_option_of_another_kind_is_a_type_error(make: Any) -> None:
         make()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "options",
     [
         {},
@@ -112,7 +113,7 @@ def test_spec_from_a_stranger_that_makes_no_sense_is_a_value_error(options: Any)
         TableOptions.from_spec(RuleSpec("TableOptions", options))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "options",
     [
         {"init": "MinCount", "init.count": 3.0},
@@ -126,7 +127,7 @@ def test_spec_from_a_stranger_with_other_arguments_is_a_type_error(options: Any)
         TableOptions.from_spec(RuleSpec("TableOptions", options))
 
 
-@pytest.mark.parametrize("init", [Constant(65520.0), Uniform(-7e4, 0), Normal(0.0, 1e4)])
+@each_case("init", [Constant(65520.0), Uniform(-7e4, 0), Normal(0.0, 1e4)])
 def test_float16_does_not_take_what_it_cannot_hold(init: Any) -> None:
     options = TableOptions(init)
     options.check_dtype("float32")

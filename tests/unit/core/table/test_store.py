@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.suites import each_case
 from tests.unit.core.table.rig import STATE, STREAM, Model, contents, keys_of, read, store_of
 
 from paramserve.core.table import index as index_module
@@ -178,7 +179,7 @@ def test_memory_of_a_table_whose_rows_are_deleted_stays_below_its_limit() -> Non
         assert store.memory_bytes <= 1 << 20
 
 
-@pytest.mark.parametrize("limit", ["ttl", "lru", "both"])
+@each_case("limit", ["ttl", "lru", "both"])
 def test_rows_go_in_the_order_of_the_last_use_that_they_were_given(limit: str) -> None:
     """As a dict of last uses. Requests come at even clocks, the uses given are at odd ones."""
     for seed in range(8):
@@ -225,7 +226,7 @@ def test_rows_past_their_ttl_make_room_before_the_table_is_full() -> None:
     assert len(store) == many
 
 
-@pytest.mark.parametrize("purpose", [PUSH, PUT])
+@each_case("purpose", [PUSH, PUT])
 def test_full_table_refuses_and_stays_as_it_was(purpose: Purpose) -> None:
     store = store_of(limits(1, None, None, 60_000))
     many = filled(store)
@@ -276,7 +277,7 @@ class Refusing:
             raise MemoryError
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("purpose", "count", "least"),
     [(PUSH, 1, 5), (PUT, 1, 5), (PUSH, 2, 2), (PUT, 2, 5)],
 )
@@ -328,8 +329,8 @@ def test_request_of_more_keys_than_max_bytes_has_room_for_is_refused() -> None:
     assert len(store) == most
 
 
-@pytest.mark.parametrize("admit", [1, 2])
-@pytest.mark.parametrize("dim", [1, 16])
+@each_case("admit", [1, 2])
+@each_case("dim", [1, 16])
 def test_memory_never_exceeds_max_bytes(admit: int, dim: int) -> None:
     most = 300_000
     options = TableOptions(INIT, MinCount(admit), LRU(), most)
@@ -357,7 +358,7 @@ def test_memory_is_rows_and_a_small_part_more() -> None:
         assert values * len(store) < store.memory_bytes < 1.25 * values * len(store) + 16_384
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_case("dtype", ["float32", "bfloat16", "float16"])
 def test_written_rows_are_read_again(dtype: str) -> None:
     for dim in (1, 4, 5):
         check_rows_written(dtype, dim)

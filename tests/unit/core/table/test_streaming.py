@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.suites import each_case
 
 from paramserve.compiling import load_routing
 from paramserve.core.table import routing
@@ -94,8 +95,8 @@ def test_laid_gradients_are_the_sums_in_order(
         assert np.array_equal(rows.reshape(many, dim), sums[of_shard], equal_nan=True)
 
 
-@pytest.mark.parametrize("elsewhere", [True, False])
-@pytest.mark.parametrize("twice", [0, 100, 10_000])
+@each_case("elsewhere", [True, False])
+@each_case("twice", [0, 100, 10_000])
 def test_rows_that_begin_between_lines_are_summed_as_well(elsewhere: bool, twice: int) -> None:
     dim, count = 64, count_of(64, 1.1)
     draws = np.random.default_rng(2)
