@@ -12,6 +12,7 @@ from msgspec import structs
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Killed, Ranks
 from tests.contract.role_cluster import DEADLINES, RoleCluster, in_threads
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import Client, timeouts
@@ -116,7 +117,7 @@ def test_wait_for_a_busy_worker_goes_on_while_the_servers_are_slow_to_say_so(
 
 
 @pytest.mark.filterwarnings("ignore:rank 1 has waited")
-@pytest.mark.parametrize(
+@each_case(
     "call",
     [
         lambda client: client.assign("buffer", np.ones(2)),
@@ -214,7 +215,7 @@ def asked_of(client: Client) -> threading.Event:
     return asked
 
 
-@pytest.mark.parametrize("timeout_s", [None, 10.0])
+@each_case("timeout_s", [None, 10.0])
 def test_wait_says_once_for_whom_it_is_and_how_long(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
 ) -> None:
@@ -248,7 +249,7 @@ def test_wait_says_once_for_whom_it_is_and_how_long(
     assert text.endswith(f"it waits up to 10 s (change it with {knob})")
 
 
-@pytest.mark.parametrize("lives", [True, False])
+@each_case("lives", [True, False])
 def test_rank_0_that_defines_late_is_waited_for_while_it_lives(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:

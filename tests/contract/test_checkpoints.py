@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 from tests.needs import needs
+from tests.suites import each_case
 
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.manifest import Manifest, values_path
@@ -104,7 +105,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
         assert values.tobytes() == other[name].tobytes(), name
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+@each_case("servers", [1, 2, 3, 5])
 def test_servers_of_any_number_go_on_from_a_checkpoint(
     make_cluster: MakeCluster, tmp_path: Path, servers: int
 ) -> None:
@@ -304,7 +305,7 @@ def nothing(*arguments: Any) -> None:
     """In place of what an increment needs."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lacks", "stub", "table"),
     [
         ("core.table.changes.RowChanges.before", nothing, "half"),
@@ -328,7 +329,7 @@ def test_what_an_increment_lacks_shows(
         check_increments(make_cluster, tmp_path, 2)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@each_case("servers", [1, 2, 3])
 def test_gradients_in_a_buffer_go_on(
     make_cluster: MakeCluster, tmp_path: Path, servers: int
 ) -> None:
@@ -402,7 +403,7 @@ def stepped(client: Client) -> Any:
     return client.tick()
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@each_case("servers", [1, 2, 3])
 def test_cluster_goes_on_under_another_policy(
     make_cluster: MakeCluster, tmp_path: Path, servers: int
 ) -> None:
@@ -440,8 +441,8 @@ def test_cluster_goes_on_under_another_policy(
     assert (clients[1].pull("b") == 9.0).all()
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("policy", [Sync(reduce="sum"), BoundedStaleness(0)])
+@each_case("servers", [1, 2, 3])
+@each_case("policy", [Sync(reduce="sum"), BoundedStaleness(0)])
 def test_ranks_that_had_ended_and_new_ones_are_waited_for(
     make_cluster: MakeCluster, tmp_path: Path, servers: int, policy: Policy
 ) -> None:
@@ -570,7 +571,7 @@ def as_wide(width: int) -> type[CustomRule]:
     return Rows
 
 
-@pytest.mark.parametrize("names", [("v", "m"), ("m",), ("m", "v", "x"), ()])
+@each_case("names", [("v", "m"), ("m",), ("m", "v", "x"), ()])
 def test_rule_that_keeps_other_states_is_refused(
     make_cluster: MakeCluster, tmp_path: Path, names: tuple[str, ...]
 ) -> None:

@@ -18,6 +18,13 @@ from paramserve.rules import SGD, Add
 
 LARGE = 40_000
 """float64 elements that are split over the shards."""
+LAYOUTS = [("unix", 1), ("unix", 2), ("tcp", 2), ("inprocess", 2)]
+"""Each transport, and one shard once: what a single shard saves is the same over all of them."""
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
+def layout(request: pytest.FixtureRequest) -> tuple[str, int]:
+    return tuple(request.param)
 
 
 # --- define -----------------------------------------------------------------------------------

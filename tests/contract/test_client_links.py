@@ -16,6 +16,7 @@ from msgspec import structs
 from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import frame
 from tests.contract.role_cluster import DEADLINES, WAIT_S, RoleCluster, taken, wait_until
+from tests.suites import each_case
 
 from paramserve.client import Client, Snapshots
 from paramserve.config import NO_CREDENTIALS
@@ -188,12 +189,11 @@ def test_questions_lost_with_a_connection_do_not_hang(cluster: RoleCluster) -> N
     assert len(client.connection.reports()) == len(cluster.servers)
 
 
-@pytest.mark.parametrize("part", [1, 19, 25, -1], ids=["prelude", "most", "header", "payload"])
+@each_case("part", [1, 19, 25, -1], ids=["prelude", "most", "header", "payload"])
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_client_that_vanishes_within_a_message_leaves_others_served(
     make_cluster: MakeCluster, part: int, kind: str
 ) -> None:
-    if kind == "inprocess":
-        kind = "tcp"  # A call within the process cannot end in its middle.
     cluster = make_cluster(kind)
     client = cluster.client()
     client.define("w", np.zeros(3), rule=Add())
@@ -500,7 +500,7 @@ def cut_link(client: Client) -> None:
     link._sock.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("way", ["unix", "tcp", "both"])
+@each_case("way", ["unix", "tcp", "both"])
 def test_link_that_breaks_while_the_server_is_busy_is_made_anew(
     make_cluster: MakeCluster, way: str
 ) -> None:

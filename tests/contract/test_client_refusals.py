@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client
 from paramserve.config import Limits
@@ -296,7 +297,7 @@ def test_client_over_clients_max_is_refused_and_others_go_on(make_cluster: MakeC
     assert first.pull("w").tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     "limits", [Limits(arena_bytes_max=3 << 20), Limits(arenas_max=2)], ids=["bytes", "number"]
 )
 def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(

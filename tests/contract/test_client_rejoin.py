@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from tests.contract.role_cluster import DEADLINES, RoleCluster, wait_until
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.exchange import Exchange
@@ -193,7 +194,7 @@ def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
     assert values[0] == every(STEPS) + (gradient(1, 2) if lacking else 0)
 
 
-@pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+@each_case("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_ghost_is_refused_before_and_after_the_new_worker_comes(
     make_pair: MakePair, policy: Policy
 ) -> None:

@@ -25,13 +25,6 @@ LARGE = 40_000
 """float64 elements that are split over the shards."""
 
 
-@pytest.fixture(params=[("unix", 1), ("tcp", 2)], ids=["unix-1", "tcp-2"])
-def cluster(make_cluster: MakeCluster, request: pytest.FixtureRequest) -> RoleCluster:
-    """Shared memory and payloads, one shard and two."""
-    kind, shards = request.param
-    return make_cluster(kind, servers=shards)
-
-
 # --- tickets ----------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, wait_until
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.consistency.base import Policy
@@ -91,7 +92,7 @@ def step(client: Client, values: np.ndarray, **options: object) -> Ticket:
 # --- clocks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@each_case("reduce", ["sum", "mean"])
 def test_clocks_equal_one_process_that_sums_in_rank_order(make_team: MakeTeam, reduce: str) -> None:
     """3 ranks with 2 outstanding pushes each; equal to the last bit."""
     team = make_team(Sync(reduce=reduce))
@@ -201,7 +202,7 @@ def test_hyper_mismatch_names_ranks_and_values_and_applies_nothing(team: Team) -
     assert np.allclose(team.values(), -0.3)
 
 
-@pytest.mark.parametrize("policy", [Sync(), Async()], ids=["sync", "async"])
+@each_case("policy", [Sync(), Async()], ids=["sync", "async"])
 def test_nonfinite_gradient_is_refused_with_rank_and_name(
     make_team: MakeTeam, policy: Policy
 ) -> None:
@@ -274,7 +275,7 @@ def test_refused_gradient_can_be_corrected_in_its_place(team: Team) -> None:
     assert (team.values() == 1.0).all()
 
 
-@pytest.mark.parametrize("kind_of_policy", [Sync, Async], ids=["sync", "async"])
+@each_case("kind_of_policy", [Sync, Async], ids=["sync", "async"])
 def test_nonfinite_gradient_skipped_is_counted_on_all_shards_alike(
     make_team: MakeTeam, kind_of_policy: type[Sync] | type[Async]
 ) -> None:

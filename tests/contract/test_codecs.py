@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import Client
@@ -126,7 +127,7 @@ def test_bytes_on_the_socket_are_those_of_the_codec(make_cluster: MakeCluster) -
     assert sent == {True: 4 * SIZE, False: -(-Int8().size(SIZE) // 64) * 64}
 
 
-@pytest.mark.parametrize("kind", ["unix", "inprocess"])
+@each_case("kind", ["unix", "inprocess"])
 def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster, kind: str) -> None:
     cluster = make_cluster(kind, servers=2, workers=1)
     client = cluster.client(rank=0)
@@ -197,7 +198,7 @@ def test_what_was_left_out_goes_with_the_next_whole_gradient_of_16_bits(
     assert np.abs(whole - sum_of([normal(1), normal(2)]) + left).max() > 0.5, "it has what was left"
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_values_come_rounded_where_they_are_pulled(make_cluster: MakeCluster, servers: int) -> None:
     cluster = make_cluster("tcp", servers=servers, workers=1)
     client = cluster.client(rank=0)
@@ -251,7 +252,7 @@ def test_several_on_their_way_and_one_of_them_dropped(make_cluster: MakeCluster)
     np.testing.assert_allclose(clients[1].pull("w"), sum_of(applied) - left, atol=1e-5)
 
 
-@pytest.mark.parametrize("breaks", ["encode", "submit"])
+@each_case("breaks", ["encode", "submit"])
 def test_push_that_is_interrupted_before_it_is_sent_changes_nothing(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
@@ -528,7 +529,7 @@ def test_patterns_make_blocks_and_all_ranks_have_to_give_the_same(
         step(clients[2], push={"1.*": Int4()}, pull=codecs["pull"])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "policy"), [("tcp", Sync(reduce="sum")), ("unix", Async())], ids=["tcp", "unix"]
 )
 def test_matrices_are_whole_on_one_server_and_sent_as_thin_ones(

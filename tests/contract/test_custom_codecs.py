@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.suites import each_case
 
 from paramserve.codecs import Codec, CustomCodec, Int8, TopK
 from paramserve.compiling import load_codecs
@@ -173,7 +174,7 @@ def normal(seed: int) -> Any:
     return np.random.default_rng(seed).normal(size=SIZE).astype(np.float32)
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
 def test_own_codec_encodes_with_feedback(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=2, workers=1, policy=policy, registers=ALL)
     client, given = cluster.client(rank=0), [normal(seed) for seed in range(4)]
@@ -230,7 +231,7 @@ FAILS = [
 ]
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
 def test_push_whose_codec_fails_is_refused_whole(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=1, workers=1, policy=policy, registers=ALL)
     client, first, bad = cluster.client(rank=0), normal(1), normal(2)
@@ -248,7 +249,7 @@ def test_push_whose_codec_fails_is_refused_whole(make_cluster: MakeCluster, poli
         assert cluster.serving.errors == [], how
 
 
-@pytest.mark.parametrize("how", ["encode raises", "encode returns nothing"])
+@each_case("how", ["encode raises", "encode returns nothing"])
 def test_pull_whose_codec_fails_on_a_server_says_what_was_applied(
     make_cluster: MakeCluster, how: str
 ) -> None:

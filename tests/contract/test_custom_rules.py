@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client
 from paramserve.consistency.base import Policy
@@ -180,7 +181,7 @@ def test_sync_rule_sees_the_reduced_gradient(make: Make) -> None:
     assert set(clients[0].pull("w")) == {4.0}  # twice the mean of 1 and 3, worker -1
 
 
-@pytest.mark.parametrize("how", MISBEHAVIOUR)
+@each_case("how", MISBEHAVIOUR)
 def test_async_push_to_a_rule_that_fails_is_refused_and_the_servers_go_on(
     make: Make, how: str
 ) -> None:
@@ -223,7 +224,7 @@ def test_async_failure_on_one_shard_is_told_as_unknown(make_cluster: MakeCluster
     assert (value[0], value[-1]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("how", MISBEHAVIOUR)
+@each_case("how", MISBEHAVIOUR)
 def test_sync_clock_that_a_rule_fails_is_refused_everywhere(make: Make, how: str) -> None:
     cluster = make(Sync(), workers=2)
     clients = [cluster.client(rank) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Values of one cut over all transports: the same pushes on every shard, while clients push."""
+"""Values of one cut: the same pushes on every shard, while clients push."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 
 from paramserve.client import Client, Snapshots
@@ -19,6 +20,11 @@ LARGE = 40_000
 """float64 elements that are split over the shards."""
 CUTS = 15
 PUSHES = 40
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> RoleCluster:
+    return make_cluster("unix", servers=2)
 
 
 def kept(cluster: RoleCluster) -> list[dict[int, ShardCut]]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.checkpoint.folder import Folder
@@ -92,9 +93,7 @@ def padded(nbytes: int, to: int = ALIGN) -> int:
     return -(-nbytes // to) * to
 
 
-@pytest.mark.parametrize(
-    "codec", [Int4(), Int2(), Int8(), Sign(), TopK(0.1), TopK(0.1) | Int4()], ids=repr
-)
+@each_case("codec", [Int4(), Int2(), Int8(), Sign(), TopK(0.1), TopK(0.1) | Int4()], ids=repr)
 def test_readers_follow_and_those_who_come_late_begin_whole(
     make_cluster: MakeCluster, codec: Codec
 ) -> None:
@@ -118,7 +117,7 @@ def test_readers_follow_and_those_who_come_late_begin_whole(
     assert np.abs(exact - told(cluster, block)).max() > 0.0
 
 
-@pytest.mark.parametrize("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+@each_case("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_workers_have_the_same_values_of_a_version(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=2, workers=3, policy=policy)
     clients = [cluster.client(rank=rank) for rank in range(3)]
@@ -163,8 +162,8 @@ def test_bytes_are_those_of_the_deltas(make_cluster: MakeCluster) -> None:
     ]
 
 
-@pytest.mark.parametrize("codec", [BFloat16(), Int8(), Delta(Int4())], ids=repr)
-@pytest.mark.parametrize("policy", [Sync(), Async()], ids=["sync", "async"])
+@each_case("codec", [BFloat16(), Int8(), Delta(Int4())], ids=repr)
+@each_case("policy", [Sync(), Async()], ids=["sync", "async"])
 def test_values_of_a_version_are_encoded_once(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, codec: Codec, policy: Any
 ) -> None:
@@ -198,7 +197,7 @@ def test_values_of_a_version_are_encoded_once(
     assert held(cluster, blocks[0], 0).as_read() is held(cluster, blocks[0], 0).as_read()
 
 
-@pytest.mark.parametrize("kind", ["unix", "inprocess"])
+@each_case("kind", ["unix", "inprocess"])
 def test_same_host_has_whole_values_unless_told(make_cluster: MakeCluster, kind: str) -> None:
     cluster = make_cluster(kind, servers=2, workers=1)
     client = cluster.client(rank=0)
@@ -293,7 +292,7 @@ def test_servers_that_go_on_from_a_checkpoint_begin_anew(
         assert stream.position.stream != followed[shard].stream
 
 
-@pytest.mark.parametrize("where", ["decode", "keep"])
+@each_case("where", ["decode", "keep"])
 def test_read_that_is_interrupted_comes_again(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -343,9 +342,7 @@ def test_answer_that_no_reader_can_use_ends_the_exchange(
     assert client.connection.exchange.payloads._readers[block.id, 0]._has is before
 
 
-@pytest.mark.parametrize(
-    "has", [(1 << 40, -1), (-3, 0), (None, 1)], ids=["number", "stream", "new"]
-)
+@each_case("has", [(1 << 40, -1), (-3, 0), (None, 1)], ids=["number", "stream", "new"])
 def test_what_no_reader_can_have_is_refused(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, has: tuple[Any, int]
 ) -> None:
@@ -393,7 +390,7 @@ def test_whatever_a_client_says_that_it_has_the_servers_go_on(
     assert cluster.serving.errors == []
 
 
-@pytest.mark.parametrize("offset", [-1, 1 << 20, 8])
+@each_case("offset", [-1, 1 << 20, 8])
 def test_read_that_says_nothing_of_what_its_client_has_is_refused(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, offset: int
 ) -> None:
@@ -423,7 +420,7 @@ def test_delta_is_for_pulls_of_tensors(make_cluster: MakeCluster) -> None:
     assert ps.Delta is Delta
 
 
-@pytest.mark.parametrize("other", [Delta(Int4(128)), Delta(Int8()), Int4()], ids=repr)
+@each_case("other", [Delta(Int4(128)), Delta(Int8()), Int4()], ids=repr)
 def test_ranks_have_to_give_the_same_delta(make_cluster: MakeCluster, other: Codec) -> None:
     cluster = make_cluster("unix", workers=2)
     define(cluster.client(rank=0))
@@ -431,7 +428,7 @@ def test_ranks_have_to_give_the_same_delta(make_cluster: MakeCluster, other: Cod
         define(cluster.client(rank=1), other)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "told"),
     [
         (lambda: Delta(PowerSGD()), "equal bit by bit"),

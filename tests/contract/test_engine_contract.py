@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.contract.fleets import WAIT_S, until_ended
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.engine.base import Ended, Engine, Event, Failure, Fleet, Reported, Role
@@ -378,7 +379,7 @@ def test_two_fleets_of_one_engine_do_not_meet(engine: Engine) -> None:
         assert process.exit_status is None
 
 
-@pytest.mark.parametrize("kind", [Local, Forks])
+@each_case("kind", [Local, Forks])
 def test_local_interpreter_that_does_not_exist_leaves_nothing_open(kind: type[Local]) -> None:
     descriptors = sorted(os.listdir("/dev/fd"))
     with (
@@ -423,8 +424,8 @@ sys.stdin.read()
 
 
 @needs_pidfd
-@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with-a-fork-that-lives-on"])
-@pytest.mark.parametrize(
+@each_case("forks", [False, True], ids=["alone", "with-a-fork-that-lives-on"])
+@each_case(
     ("how", "names"),
     [(signal.SIGKILL, []), (signal.SIGKILL, MANY), (None, [])],
     ids=["killed", "killed, forks", "returns"],

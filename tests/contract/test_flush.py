@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, RoleCluster
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve import Worker
@@ -185,7 +186,7 @@ def test_checkpoint_does_without_the_flush_of_a_worker_that_stands_still_and_say
     assert not left(again, define(again, Int4())).any()
 
 
-@pytest.mark.parametrize("codec", [None, Int8(feedback=False)], ids=["none", "no feedback"])
+@each_case("codec", [None, Int8(feedback=False)], ids=["none", "no feedback"])
 def test_checkpoint_without_feedback_waits_for_no_step_and_nobody_is_told(
     make_cluster: MakeCluster, tmp_path: Path, codec: Codec | None
 ) -> None:

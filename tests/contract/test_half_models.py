@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
+from tests.suites import each_case
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -280,7 +281,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each_case("policy", POLICIES)
 def test_policies_and_rules_do_to_masters_what_they_do_to_float32(
     make_cluster: MakeCluster, policy: str
 ) -> None:

@@ -22,6 +22,7 @@ import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
 from tests.interrupter import SOURCES, Interrupter
+from tests.suites import each_case
 
 from paramserve.client import Client
 from paramserve.consistency.base import Policy
@@ -436,7 +437,7 @@ def test_interrupt_at_every_moment_leaves_the_client_whole_or_closed(trial: Tria
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("again", [False, True], ids=["call", "reconnect"])
+@each_case("again", [False, True], ids=["call", "reconnect"])
 def test_interrupt_of_a_call_of_the_coordinator_ends_no_worker(
     make_cluster: MakeCluster, again: bool
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve import Worker
@@ -93,7 +94,7 @@ def test_async_local_steps_are_those_of_a_plain_program(
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("pushes", "told"), [(1, 0), (2, 0), (3, 1)])
+@each_case(("pushes", "told"), [(1, 0), (2, 0), (3, 1)])
 def test_outer_momentum_of_another_number_of_workers_is_told_once(
     make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], pushes: int, told: int
 ) -> None:
@@ -120,7 +121,7 @@ def test_worker_of_async_local_steps_waits_for_nobody(make_cluster: MakeCluster)
     np.testing.assert_array_equal(learners[1].values()[0], learners[0].values()[0])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "told"),
     [
         ({"overlap": True}, "overlap=True does not go with AsyncLocalSteps"),
@@ -164,7 +165,7 @@ def test_nan_of_one_worker_leaves_out_its_exchange_alone(make_cluster: MakeClust
 OWN: dict[str, Any] = {"outer": ps.SGD(lr=1.0), "on_nonfinite": "skip"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "policy",
     [
         ps.LocalSteps(2, merge=0.5, **OWN),
@@ -475,7 +476,7 @@ def streaming(
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fragments", "delay", "merge"),
     [(1, 0, 0.0), (1, 2, 0.5), (2, 0, 0.0), (2, 0, 0.25), (2, 1, 0.0), (2, 1, 0.5)],
 )
@@ -487,9 +488,7 @@ def test_fragments_are_exchanged_as_in_a_plain_program(
     same(ours, streaming(14, 4, fragments, delay, merge))
 
 
-@pytest.mark.parametrize(
-    ("fragments", "delay", "merge"), [(1, 2, 0.5), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5)]
-)
+@each_case(("fragments", "delay", "merge"), [(1, 2, 0.5), (2, 0, 0.0), (2, 1, 0.0), (2, 1, 0.5)])
 def test_fragments_without_waiting_are_those_of_a_plain_program(
     make_cluster: MakeCluster, fragments: int, delay: int, merge: float
 ) -> None:
@@ -501,8 +500,8 @@ def test_fragments_without_waiting_are_those_of_a_plain_program(
 
 
 @pytest.mark.filterwarnings("ignore:with .*LocalSteps the worker's own optimizer")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("fragments", "delay", "merge"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5)])
+@each_case("dtype", [torch.bfloat16, torch.float16])
+@each_case(("fragments", "delay", "merge"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5)])
 def test_values_of_16_bits_add_up_in_float32(
     make_cluster: MakeCluster, dtype: torch.dtype, fragments: int, delay: int, merge: float
 ) -> None:
@@ -647,7 +646,7 @@ def test_what_no_fragment_has_sent_is_exchanged_at_the_end(make_cluster: MakeClu
     np.testing.assert_allclose(found["whole"], own, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "told"),
     [
         ({"every": 4, "fragments": 3}, "must be a multiple of fragments=3"),

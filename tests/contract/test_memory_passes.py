@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
+from tests.suites import each_case
 
 from paramserve.client import Client
 from paramserve.consistency.base import Policy
@@ -86,9 +87,9 @@ class Worked:
         self.client.push_pull({"w": self._own}, tick=True, copy=False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("policy", [Async(), Sync()])
+@each_case("dtype", ["float32", "float16"])
+@each_case("servers", [1, 2])
+@each_case("policy", [Async(), Sync()])
 def test_passes_of_a_step(
     make_cluster: MakeCluster,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
+from tests.suites import each_case
 
 from paramserve.client import Client, groups
 from paramserve.config import NO_CREDENTIALS, ServerConfig
@@ -401,7 +402,7 @@ def test_weight_that_is_none_is_refused(make_cluster: MakeCluster) -> None:
     assert client.pull("w")[0] == 0.0
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync(reduce="sum")], ids=["async", "sync"])
 def test_factor_multiplies_a_workers_gradients(make: MakeCluster, policy: Policy) -> None:
     cluster = make(policy, workers=2)
     first, second = team(cluster)
@@ -506,8 +507,8 @@ def test_worker_that_comes_again_knows_the_changed_policy(make: MakeCluster) -> 
     assert value(cluster) == 2 * (clock + 2)
 
 
-@pytest.mark.parametrize("joins", ["again", "late"])
-@pytest.mark.parametrize("collects", [True, False], ids=["sync between", "async between"])
+@each_case("joins", ["again", "late"])
+@each_case("collects", [True, False], ids=["sync between", "async between"])
 def test_worker_that_comes_between_two_changes_steps_by_the_policy_in_between(
     make: MakeCluster, collects: bool, joins: str
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from tests.suites import passes
+from tests.suites import each_case, passes
 
 from paramserve.consistency.base import (
     ADMIT,
@@ -355,7 +355,7 @@ def name_of(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
-@pytest.mark.parametrize(("policy", "test", "text"), FAULTS, ids=name_of)
+@each_case(("policy", "test", "text"), FAULTS, ids=name_of)
 def test_planted_fault_is_found(policy: Policy, test: Test, text: str) -> None:
     suite = PolicySuite()
     suite.policy = policy

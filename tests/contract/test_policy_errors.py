@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.suites import each_case
 
 from paramserve.consistency.base import Admission, GroupView, Policy, Pull, Wait
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
@@ -81,8 +82,8 @@ def forget_policies(shard: Shard) -> None:
         machine.policies._policies = {}
 
 
-@pytest.mark.parametrize("lacking", range(2))
-@pytest.mark.parametrize("before", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
+@each_case("lacking", range(2))
+@each_case("before", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
 def test_change_to_a_class_that_one_server_was_started_without_changes_nothing(
     make_cluster: MakeCluster, before: Policy, lacking: int
 ) -> None:

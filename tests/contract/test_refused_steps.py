@@ -11,6 +11,7 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import ones, users
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.consistency.base import Policy
@@ -85,9 +86,9 @@ def outcome(ticket: Ticket) -> str:
     return "applied"
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", [Dense, Rows])
+@each_case("servers", [1, 2])
+@each_case("workers", [1, 2])
+@each_case("kind", [Dense, Rows])
 def test_step_that_servers_refuse_is_told_to_every_worker_and_the_next_one_is_applied(
     make_cluster: MakeCluster, kind: type[Dense] | type[Rows], workers: int, servers: int
 ) -> None:

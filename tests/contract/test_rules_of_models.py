@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
+from tests.suites import each_case
 from torch import nn
 
 import paramserve as ps
@@ -148,7 +149,7 @@ def test_rule_of_a_model_with_a_table_steps_its_dense_layers_only(
     Ranks(make_cluster(workers=1), work).start(0).end()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "options", "kind", "text"),
     [
         (ps.SGD, {}, TypeError, r"got the class SGD: make an object of it, as in SGD\(\.\.\.\)"),
@@ -204,7 +205,7 @@ TORCH_RULES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(TORCH_RULES)))
+@each_case("number", range(len(TORCH_RULES)))
 def test_rows_and_parameters_are_trained_by_a_torch_optimizer_as_in_torch(
     make_cluster: MakeCluster, number: int
 ) -> None:
@@ -232,7 +233,7 @@ def test_rows_and_parameters_are_trained_by_a_torch_optimizer_as_in_torch(
     np.testing.assert_allclose(client.pull("w"), value.detach().numpy(), rtol=RTOL, atol=ATOL)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "kind", "text"),
     [
         (torch.optim.LBFGS, TypeError, "cannot run torch.optim.LBFGS: it calls the closure"),

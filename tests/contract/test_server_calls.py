@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster, in_threads
+from tests.suites import each_case
 
 from paramserve.compiling import load_table
 from paramserve.consistency.base import Policy
@@ -84,7 +85,7 @@ def make(make_cluster: MakeCluster) -> Iterator[MakeCluster]:
     assert sys.getprofile() is before
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "policy", "sizes", "left_out", "most"),
     [
         ("unix", Async(), NAMES_OF_8_KB, (), 50),

@@ -18,6 +18,7 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import frame
 from tests.contract.harness import HELLO, UNTRUSTED, Harness
 from tests.contract.role_cluster import WAIT_S, wait_until
+from tests.suites import each_case
 
 from paramserve.client import Client, Ticket
 from paramserve.config import CodecSpec, Limits, RuleSpec
@@ -309,7 +310,7 @@ def test_server_survives_random_messages_of_a_peer(make_cluster: MakeCluster) ->
     link.close()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "message",
     [
         LogEntry(1, Commit(0, 0, (), 0.0, ("NonFinite",))),

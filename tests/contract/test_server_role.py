@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, in_threads, wait_until
+from tests.suites import each_case
 
 from paramserve import compiling
 from paramserve.client import Client
@@ -49,7 +50,7 @@ class Compiler:
         self.done += 1
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp", "inprocess"])
+@each_case("kind", ["unix", "tcp", "inprocess"])
 def test_requests_wait_in_order_while_kernels_are_compiled(
     make_cluster: MakeCluster, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

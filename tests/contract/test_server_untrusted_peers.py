@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.echo_host import assert_cut_off, frame, read_frame
-from tests.contract.harness import HELLO, Harness
+from tests.contract.harness import HELLO, UNTRUSTED, Harness
 from tests.contract.role_cluster import WAIT_S, wait_until
+from tests.suites import each_case
 
 from paramserve.config import Credentials
 from paramserve.consistency.built_in import Sync
@@ -71,7 +72,7 @@ def test_peer_without_the_token_learns_nothing(make_cluster: MakeCluster) -> Non
     harness.goes_on()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hello", "error", "words"),
     [
         ({"role": "admin"}, ProtocolError, "came as 'admin'"),
@@ -94,6 +95,7 @@ def test_hello_that_is_not_allowed_is_refused(
         with pytest.raises(error, match=words):
             harness.untrusted(**hello)
     assert len(harness.cluster.servers[0].role._parties) == parties  # nothing is kept of them
+    harness.goes_on()
 
 
 def test_older_incarnation_is_fenced(make_cluster: MakeCluster) -> None:
@@ -154,7 +156,7 @@ BAD_FRAMES = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_FRAMES)
+@each_case("case", BAD_FRAMES)
 def test_bad_frame_ends_its_connection_with_a_reason(harness: Harness, case: str) -> None:
     data, reason = BAD_FRAMES[case]
     sock = harness.cluster.peer()
@@ -168,6 +170,7 @@ def test_bad_frame_ends_its_connection_with_a_reason(harness: Harness, case: str
         assert (told.seq, told.kind, told.applied) == (0, "ProtocolError", "no")
         assert reason in told.failed
     assert_cut_off(sock)
+    harness.goes_on()
 
 
 def test_hello_with_a_text_that_is_none_is_refused(harness: Harness) -> None:
@@ -249,13 +252,18 @@ def bad_requests(seq: int) -> dict[str, tuple[Any, str, str]]:
     }
 
 
-@pytest.mark.parametrize("case", nonsense(0))
+@pytest.fixture
+def one_harness(make_cluster: MakeCluster) -> Harness:
+    return Harness(make_cluster("unix"))
+
+
+@each_case(("number", "case"), enumerate(nonsense(0)))
 def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
-    make_cluster: MakeCluster, case: str
+    one_harness: Harness, number: int, case: str
 ) -> None:
-    harness = Harness(make_cluster("unix"))
+    harness = one_harness
     arena = Arena.create(8192, 1)
-    link = harness.untrusted(arenas=[arena])
+    link = harness.untrusted(client=UNTRUSTED + number, arenas=[arena])
     for seq in (1, 2):
         message, kind, words = nonsense(seq)[case]
         link.send(encode(message))
@@ -267,7 +275,7 @@ def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
     link.close()
     arena.close()
     assert not harness.member.pull("w").any()
-    assert harness.member.push("w", np.zeros(8)).result().version == 1
+    assert harness.member.push("w", np.zeros(8)).result().version == number + 1
 
 
 def test_number_out_of_order_cuts_the_connection(harness: Harness) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.suites import each_case
 
 import paramserve.client.links
 import paramserve.server.role
@@ -64,7 +65,7 @@ def slow_selector(loop: Any) -> None:
     loop._selector.select = selected
 
 
-@pytest.mark.parametrize(("poll_s_max", "sleeps"), [(COUNTED_S, False), (0.0, True)])
+@each_case(("poll_s_max", "sleeps"), [(COUNTED_S, False), (0.0, True)])
 def test_tight_loop_ends_polling_where_wakeups_are_slow(
     poll_s_max: float, sleeps: bool, make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def test_who_polls_gives_up_a_shared_core_and_the_server_leaves_it(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
     reason="there is one core",
 )
-@pytest.mark.parametrize(("kind", "tcp"), [("unix", False), ("tcp", True)])
+@each_case(("kind", "tcp"), [("unix", False), ("tcp", True)])
 def test_client_polls_by_what_it_reaches_servers_over(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, kind: str, tcp: bool
 ) -> None:

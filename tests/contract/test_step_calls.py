@@ -14,6 +14,7 @@ import torch
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster
 from tests.contract.step_calls import STEPS, Calls, counted, table
+from tests.suites import each_case
 
 import paramserve
 from paramserve.client import Client
@@ -129,7 +130,7 @@ def test_client_calls_of_a_pull_are_one_more_for_each_copy(
     check(cluster, tensors.copy, 61 + count)
 
 
-@pytest.mark.parametrize(("kind", "pull", "push"), [("unix", 68, 73), ("tcp", 132, 96)])
+@each_case(("kind", "pull", "push"), [("unix", 68, 73), ("tcp", 132, 96)])
 def test_client_calls_of_rows(make_cluster: MakeCluster, kind: str, pull: int, push: int) -> None:
     """A table without codecs spends no call on them."""
     load_table(Adagrad(lr=0.1), row_layout(Adagrad(lr=0.1), 8, "float32"))
@@ -139,7 +140,7 @@ def test_client_calls_of_rows(make_cluster: MakeCluster, kind: str, pull: int, p
     check(cluster, rows.push, push)
 
 
-@pytest.mark.parametrize(("kind", "sends"), [("unix", "send"), ("tcp", "sendmsg")])
+@each_case(("kind", "sends"), [("unix", "send"), ("tcp", "sendmsg")])
 def test_a_step_is_one_message_each_way(make_cluster: MakeCluster, kind: str, sends: str) -> None:
     """One call of the system for each: a header goes with its payload, there and back."""
     cluster = make_cluster(kind)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import KINDS, RoleCluster
+from tests.suites import each_case
 
 from paramserve.client import Client, keyed
 from paramserve.client.table import Table
@@ -102,8 +103,8 @@ def test_two_clients_share_the_rows_and_each_finds_the_table(cluster: RoleCluste
     assert [each.name for each in second.tables()] == ["users"]
 
 
-@pytest.mark.parametrize("dim", [1, 3, 17])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_case("dim", [1, 3, 17])
+@each_case("dtype", ["float32", "bfloat16", "float16"])
 def test_dims_that_fill_no_cache_line_come_back_whole(
     make_cluster: MakeCluster, dim: int, dtype: str
 ) -> None:
@@ -147,7 +148,7 @@ def test_many_keys_are_deleted_and_looked_for(
     assert np.array_equal(table.pull(keys), ones(5_000) * (1.0 + expected[:, None]))
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@each_case("kind", ["unix", "tcp"])
 def test_delete_beside_gradients_that_wait_for_their_clock(
     make_cluster: MakeCluster, kind: str
 ) -> None:

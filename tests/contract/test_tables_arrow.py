@@ -15,6 +15,7 @@ import pytest
 from tests.contract.arrow_tables import DIM, KEYS, frame, lists, nan_at, rows_of, table_of, train
 from tests.contract.conftest import MakeCluster
 from tests.needs import needs
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import arrow
@@ -170,7 +171,7 @@ def test_export_and_import_go_by_parts(
 # --- taken over ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_case("dtype", ["float32", "bfloat16", "float16"])
 def test_import_with_state_goes_on_training_bit_by_bit_on_other_servers(
     make_cluster: MakeCluster, tmp_path: Path, dtype: str
 ) -> None:
@@ -229,7 +230,7 @@ def test_import_takes_every_kind_of_source(make_cluster: MakeCluster) -> None:
         assert rows_of(table) == before, name
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("keys", "floats", "wide"),
     [
         (pa.int8(), "float16", "fixed"),

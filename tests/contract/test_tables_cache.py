@@ -14,6 +14,7 @@ from tests.contract.role_cluster import RoleCluster, in_threads
 from tests.contract.test_tables import MakeCluster, ones, users
 from tests.contract.test_tables_memory import in_use
 from tests.contract.test_tables_overlap import calls_of, films, step
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import row_reads
@@ -166,9 +167,7 @@ def test_cache_is_each_clients_own_and_goes_when_it_is_told(cluster: RoleCluster
     assert (table.pull([1])[0, 0], table.cache_report()) == (0.5, (0, 0, 0, 0))
 
 
-@pytest.mark.parametrize(
-    "bad", [{"rows": -1}, {"rows": 1.5}, {"rows": True}, {"clocks": -1}, {"clocks": None}]
-)
+@each_case("bad", [{"rows": -1}, {"rows": 1.5}, {"rows": True}, {"clocks": -1}, {"clocks": None}])
 def test_cache_of_wrong_size_is_refused(make_cluster: MakeCluster, bad: dict[str, Any]) -> None:
     table = users(make_cluster("inprocess").client())
     with pytest.raises(ValueError, match=f"{next(iter(bad))} of the cache of table 'users'"):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.contract.conftest import MakeCluster
 from tests.contract.table_model import server_of
 from tests.contract.test_tables_links import PATIENT, Cuts
+from tests.suites import each_case
 from tests.unit.codecs import reference
 
 from paramserve.checkpoint.folder import Folder
@@ -149,7 +150,7 @@ def gap_bytes(keys: list[int], least: int) -> int:
 # --- what arrives -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_gradients_arrive_as_they_are_decoded(make_cluster: MakeCluster, servers: int) -> None:
     client, gradients = make_cluster("tcp", servers=servers).client(), normal(1, KEYS.size)
     for number, codec in enumerate(PUSHES):
@@ -181,7 +182,7 @@ def are_drawn_levels(found: Floats, rows: Floats) -> None:
     assert ((to_high < 1 / 128) != outer).any()
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_rows_come_rounded_to_the_nearest(make_cluster: MakeCluster, servers: int) -> None:
     cluster = make_cluster("tcp", servers=servers)
     client, other = cluster.client(), cluster.client()
@@ -250,7 +251,7 @@ def test_same_run_draws_the_same(make_cluster: MakeCluster) -> None:
     assert (values_of(1, 1, False) != first).any()
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_two_ranks_push_to_the_same_rows(make_cluster: MakeCluster, policy: Any) -> None:
     cluster = make_cluster("tcp", servers=2, workers=2, policy=policy)
     clients = [cluster.client(rank=rank) for rank in range(2)]
@@ -301,7 +302,7 @@ def test_rows_go_on_over_the_next_connection(make_cluster: MakeCluster) -> None:
     np.testing.assert_array_equal(table.pull(keys), 30.0)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@each_case("error", [KeyboardInterrupt, MemoryError])
 def test_push_whose_encoding_ends_early_is_not_sent(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -329,7 +330,7 @@ def test_push_whose_encoding_ends_early_is_not_sent(
         np.testing.assert_allclose(table.pull(KEYS), 2.0)
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@each_case("servers", [1, 3])
 def test_checkpoint_has_whole_rows_and_the_codecs(
     make_cluster: MakeCluster, tmp_path: Path, servers: int
 ) -> None:
@@ -356,7 +357,7 @@ def test_checkpoint_has_whole_rows_and_the_codecs(
     assert (np.abs(moved) <= levels(Int8(), normal(2, KEYS.size)) + 1e-4).all()
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_tables_with_options_of_their_own(make_cluster: MakeCluster, policy: Any) -> None:
     """Rows that are kept in 16 bits, admitted at their second push, and of which some go."""
     client = make_cluster("tcp", servers=2, workers=1, policy=policy).client(rank=0)
@@ -386,7 +387,7 @@ def test_tables_with_options_of_their_own(make_cluster: MakeCluster, policy: Any
 # --- what travels -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_bytes_of_a_push_and_a_pull_are_those_that_are_derived(
     make_cluster: MakeCluster, servers: int
 ) -> None:
@@ -416,7 +417,7 @@ def test_bytes_of_a_push_and_a_pull_are_those_that_are_derived(
     assert encoder.plain_bytes == sum(map(len, distinct)) * (8 + 4 * dim)
 
 
-@pytest.mark.parametrize("codecs", [{"push": Int8()}, {"pull": Int8()}, {}], ids=str)
+@each_case("codecs", [{"push": Int8()}, {"pull": Int8()}, {}], ids=str)
 def test_each_codec_alone(make_cluster: MakeCluster, codecs: dict[str, Any]) -> None:
     """Keys are coded with either; without one all travels as it is."""
     client = make_cluster("tcp").client()
@@ -437,7 +438,7 @@ def test_table_without_codecs_loads_none(
     np.testing.assert_array_equal(table.pull(KEYS), normal(8, KEYS.size))
 
 
-@pytest.mark.parametrize("kind", ["unix", "inprocess"])
+@each_case("kind", ["unix", "inprocess"])
 def test_same_host_encodes_nothing_unless_told(make_cluster: MakeCluster, kind: str) -> None:
     client = make_cluster(kind, servers=2).client()
     gradients = normal(9, KEYS.size)
@@ -493,7 +494,7 @@ def test_codecs_that_are_not_for_rows_are_refused(make_cluster: MakeCluster) -> 
     users(client, push=Int8(), pull=BFloat16())  # the name is free
 
 
-@pytest.mark.parametrize("policy", [Async(), Async(on_nonfinite="skip")], ids=["refuse", "skip"])
+@each_case("policy", [Async(), Async(on_nonfinite="skip")], ids=["refuse", "skip"])
 def test_gradient_that_is_not_finite_is_refused_or_skipped(
     make_cluster: MakeCluster, policy: Any
 ) -> None:

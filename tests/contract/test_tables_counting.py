@@ -10,6 +10,7 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, in_threads
 from tests.needs import needs
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import Client
@@ -60,7 +61,7 @@ def test_counts_of_ranks_are_summed_in_one_clock(make_cluster: MakeCluster) -> N
     assert tables[0].pull([7, 8]).tolist() == [[2**54 + 3, 3], [-2, -2]]
 
 
-@pytest.mark.parametrize("policy", [ps.Sync(reduce="sum"), ps.BoundedStaleness(1), ps.Sync()])
+@each_case("policy", [ps.Sync(reduce="sum"), ps.BoundedStaleness(1), ps.Sync()])
 def test_table_that_counts_follows_the_cluster_or_tells_why_not(
     make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], policy: ps.Policy
 ) -> None:
@@ -111,7 +112,7 @@ def test_counts_in_copies_and_prefetched_are_as_exact(make_cluster: MakeCluster)
     assert table.pull([1]).tolist() == [[2**53 + 1, 0]]
 
 
-@pytest.mark.parametrize("dtype", BEYOND)
+@each_case("dtype", BEYOND)
 def test_counts_go_to_parquet_and_back(
     make_cluster: MakeCluster, tmp_path: Path, dtype: str
 ) -> None:
@@ -147,7 +148,7 @@ def test_counts_come_back_from_a_checkpoint_also_under_a_mean(tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "text"),
     [
         ({"rule": ps.SGD(lr=0.1)}, "rows of int64 are for counting, with rule=ps.Add"),

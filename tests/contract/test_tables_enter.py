@@ -13,6 +13,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster
 from tests.contract.test_policies import scale
 from tests.contract.test_tables import MakeCluster
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client, Ticket
 from paramserve.client.rows import TablePush
@@ -138,8 +139,8 @@ def trained(guest: Client, others: Sequence[Client], step: Step) -> None:
         assert guest.table(group).pull([1]).tolist() == [[steps, steps]]
 
 
-@pytest.mark.parametrize("step", GROUPS)
-@pytest.mark.parametrize(("servers", "rests"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+@each_case("step", GROUPS)
+@each_case(("servers", "rests"), [(1, 0), (1, 1), (2, 0), (2, 1)])
 def test_worker_that_rested_in_all_groups_steps_in_them_again(
     make_cluster: MakeCluster, servers: int, step: Step, rests: int
 ) -> None:
@@ -153,10 +154,8 @@ def test_worker_that_rested_in_all_groups_steps_in_them_again(
 ALL = ("words", "films", "default")
 
 
-@pytest.mark.parametrize("step", [three, apart])
-@pytest.mark.parametrize(
-    "rest", [c for n in (1, 2) for c in combinations(ALL, n)], ids=lambda c: " ".join(c)
-)
+@each_case("step", [three, apart])
+@each_case("rest", [c for n in (1, 2) for c in combinations(ALL, n)], ids=lambda c: " ".join(c))
 def test_worker_that_rested_in_some_of_three_groups_steps_in_all_again(
     make: Made, step: Step, rest: Sequence[str]
 ) -> None:
@@ -221,7 +220,7 @@ def test_rest_in_one_group_stays_while_another_one_is_stepped(make: Made) -> Non
     assert other.table(NAMES[0]).pull([1]).tolist() == [[3 + made[0] + STEPS] * 2]
 
 
-@pytest.mark.parametrize("own", [tables, ahead])
+@each_case("own", [tables, ahead])
 def test_group_where_nobody_steps_the_others_is_entered_as_well(make: Made, own: Step) -> None:
     """Shards may then be a clock apart: of two servers, one decides it without this worker."""
     cluster = make(2)
@@ -242,7 +241,7 @@ def test_group_where_nobody_steps_the_others_is_entered_as_well(make: Made, own:
     assert guest.table(NAMES[1]).pull([1]).tolist() == [[3 * STEPS + made[0]] * 2]
 
 
-@pytest.mark.parametrize("step", [three, apart])
+@each_case("step", [three, apart])
 def test_workers_that_come_late_step_in_both_groups(make: Made, step: Step) -> None:
     """Two at once: each of them may be in a group already while the other one is not."""
     cluster = make(1)

@@ -15,6 +15,7 @@ import torch
 from tests.contract.role_cluster import RoleCluster, in_threads
 from tests.contract.test_tables import DIM, MakeCluster, ones, users
 from tests.contract.test_tables_memory import in_use
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import Client
@@ -143,7 +144,7 @@ def test_prefetch_that_a_server_took_along_is_raised_by_the_pull(remote: RoleClu
         table.pull(np.arange(100))
 
 
-@pytest.mark.parametrize("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
+@each_case("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
 def test_workers_that_prefetch_wait_no_longer_than_without(
     make_cluster: MakeCluster, policy: Any
 ) -> None:
@@ -164,8 +165,8 @@ def test_workers_that_prefetch_wait_no_longer_than_without(
 # --- how old ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clocks", [0, 1, 2, 9])
-@pytest.mark.parametrize("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
+@each_case("clocks", [0, 1, 2, 9])
+@each_case("policy", [ps.Sync(), ps.BoundedStaleness(bound=0), ps.Async()])
 def test_prefetched_rows_are_used_across_one_clock_at_most_and_in_sync_across_none(
     make_cluster: MakeCluster, policy: Any, clocks: int
 ) -> None:

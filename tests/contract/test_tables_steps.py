@@ -10,6 +10,7 @@ import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.contract.test_tables import DIM, MakeCluster, ones, users, whole
 from tests.contract.test_tables_memory import in_use
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.client import BlockPush, Client, Ticket, keyed
@@ -107,7 +108,7 @@ def test_rows_that_wait_for_a_tick_have_a_limit(
     assert sorted(words.keys()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("leased", [True, False])
+@each_case("leased", [True, False])
 def test_step_of_tables_alone_counts_leased_samples_once_if_it_has_them(
     make_cluster: MakeCluster, leased: bool
 ) -> None:
@@ -142,7 +143,7 @@ def test_step_of_two_tables_ends_the_clock_of_both(cluster: RoleCluster) -> None
     assert films.pull([5])[0].tolist() == [3.0] * 3
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@each_case("kind", ["unix", "tcp"])
 def test_step_of_tables_and_tensors_is_one_frame_to_each_shard(
     make_cluster: MakeCluster, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.conftest import MakeCluster
 from tests.needs import needs
+from tests.suites import each_case
 from torch.utils.data import DataLoader
 
 import paramserve as ps
@@ -165,7 +166,7 @@ def test_labels_are_bounded(make_cluster: MakeCluster) -> None:
             client.table("wrong", 4, rule=ps.SGD(lr=1.0), labels=wrong)
 
 
-@pytest.mark.parametrize("dim", [labels.DIM, 4])
+@each_case("dim", [labels.DIM, 4])
 def test_table_with_a_name_like_labels_is_the_users_own(
     make_cluster: MakeCluster, dim: int
 ) -> None:
@@ -192,7 +193,7 @@ def test_name_of_labels_cannot_be_defined(make_cluster: MakeCluster) -> None:
         client.define("w", np.ones(2, np.float32), group="item (labels)")
 
 
-@pytest.mark.parametrize("bound", ["labels", "evict", "max_bytes"])
+@each_case("bound", ["labels", "evict", "max_bytes"])
 def test_labels_of_keys_in_use_stay(make_cluster: MakeCluster, bound: str) -> None:
     most = 160
     options: dict[str, Any] = {"labels": most}

@@ -12,6 +12,7 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import in_threads
 from tests.contract.test_tables import ones, users, whole
 from tests.contract.test_tables_limits import SMALL, first_values, keys_of, room
+from tests.suites import each_case
 
 from paramserve.client.table import Table
 from paramserve.consistency.base import Policy
@@ -53,7 +54,7 @@ def refusal(table: Table, keys: Any, gradients: Any, kind: type[ParamServeError]
     return str(found.value)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_clock_that_finds_a_shard_full_is_refused_whole(
     make_cluster: MakeCluster, servers: int
 ) -> None:
@@ -74,7 +75,7 @@ def test_clock_that_finds_a_shard_full_is_refused_whole(
     assert values(table, [other]) == [before[0] - 0.5], "the next clock goes on"
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@each_case("servers", [1, 2])
 def test_clock_whose_rule_fails_on_one_shard_is_refused_whole(
     make_cluster: MakeCluster, servers: int
 ) -> None:
@@ -110,7 +111,7 @@ def test_server_without_memory_refuses_the_clock_and_goes_on(
     assert values(table, [1, 2, 3, 4]) == [*(each - 0.5 for each in before), 0.5]
 
 
-@pytest.mark.parametrize("evict", [None, LRU()])
+@each_case("evict", [None, LRU()])
 def test_clock_that_one_shard_refuses_leaves_the_rows_of_the_others(
     make_cluster: MakeCluster, evict: LRU | None
 ) -> None:
@@ -176,7 +177,7 @@ def test_read_of_a_new_key_gives_the_values_that_its_row_begins_with(
     assert np.allclose(table.pull([3, 4]), before - 0.5)
 
 
-@pytest.mark.parametrize("policy", [Sync(reduce="sum"), DelayCompensated()])
+@each_case("policy", [Sync(reduce="sum"), DelayCompensated()])
 def test_table_without_a_policy_goes_by_the_clusters_or_says_why_not(
     make_cluster: MakeCluster, capsys: pytest.CaptureFixture[str], policy: Policy
 ) -> None:

@@ -26,6 +26,7 @@ from tests.contract.echo_host import (
     receive,
 )
 from tests.contract.role_cluster import wait_until
+from tests.suites import each_case
 
 from paramserve.config import Limits
 from paramserve.errors import (
@@ -71,7 +72,7 @@ def test_many_frames_in_flight_come_back_in_order(host: Host) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("sizes", [(1,), (63, 64, 65), (3_000_001, 0, 5), (20_000_000,)])
+@each_case("sizes", [(1,), (63, 64, 65), (3_000_001, 0, 5), (20_000_000,)])
 def test_payload_comes_back_whole(host: Host, sizes: tuple[int, ...]) -> None:
     link = host.connect()
     random = np.random.default_rng(0)
@@ -219,7 +220,7 @@ def test_header_over_the_limit_is_not_sent(make_host: MakeHost, host: Host) -> N
     link.close()
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each_case("kind", ALL)
 def test_payload_over_the_limit_is_cut_off_with_a_reason(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(payload_bytes_max=1024))
     link, other = host.connect(), host.connect(Hello("client", client=2))
@@ -254,7 +255,7 @@ def test_connection_closed_by_the_handler_ends_the_link(host: Host) -> None:
     host.handler.wait(lambda: host.handler.closed_by == [1])
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each_case("kind", ALL)
 def test_reader_that_leaves_more_than_it_can_have_asked_for_is_cut_off_and_others_are_served(
     make_host: MakeHost, kind: str
 ) -> None:
@@ -268,7 +269,7 @@ def test_reader_that_leaves_more_than_it_can_have_asked_for_is_cut_off_and_other
     other.close()
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each_case("kind", ALL)
 def test_reply_over_the_send_buffer_reaches_a_peer_that_reads(
     make_host: MakeHost, kind: str
 ) -> None:
@@ -281,7 +282,7 @@ def test_reply_over_the_send_buffer_reaches_a_peer_that_reads(
     link.close()
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@each_case("kind", STREAMS)
 def test_link_that_was_broken_off_is_of_no_use_and_stays_open_if_it_is_to(
     make_host: MakeHost, kind: str
 ) -> None:

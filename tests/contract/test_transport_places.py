@@ -25,6 +25,7 @@ from tests.contract.echo_host import (
 )
 from tests.contract.role_cluster import wait_until
 from tests.needs import needs_ipv6
+from tests.suites import each_case
 
 from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.errors import ConnectTimeout, NotAuthenticated, ParamServeError
@@ -138,7 +139,7 @@ def test_listen_without_directory_or_bind_has_one_abstract_socket() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("bind", "advertise", "told"),
     [
         ("127.0.0.1:0", "", "tcp:127.0.0.1"),
@@ -187,7 +188,7 @@ def test_listen_at_the_wildcard_of_ipv6_takes_both_kinds_of_peers(
     assert found == ["127.0.0.1", "::1"]
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "::1:0", "127.0.0.1:http", "127.0.0.1:70000"])
+@each_case("bind", ["127.0.0.1", "::1:0", "127.0.0.1:http", "127.0.0.1:70000"])
 def test_listen_bind_that_is_no_place_leaves_nothing(tmp_path: Path, bind: str) -> None:
     with pytest.raises(ValueError, match=r"expected host:port, or \[host\]:port"):
         asyncio.run(listen(str(tmp_path), "c", bind, KNOWN, Echo(), Limits()))
@@ -211,7 +212,7 @@ def told(sock: socket.socket) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lost_s", "expected"),
     [
         (Deadlines().lost_s, (1, 1, 1, 2, 1)),
@@ -220,7 +221,7 @@ def told(sock: socket.socket) -> tuple[int, ...]:
         (300.0, (1, 5, 5, 59, 1)),
     ],
 )
-@pytest.mark.parametrize("tls", [False, True])
+@each_case("tls", [False, True])
 def test_both_ends_notice_a_lost_host(
     make_host: MakeHost, tls: bool, lost_s: float, expected: tuple[int, ...]
 ) -> None:
@@ -256,7 +257,7 @@ def test_both_ends_notice_a_lost_host(
     host.on_loop(close)
 
 
-@pytest.mark.parametrize("kind", TCP_KINDS)
+@each_case("kind", TCP_KINDS)
 def test_connection_that_is_cut_off_as_lost_ends_on_both_sides(
     make_host: MakeHost, kind: str
 ) -> None:
@@ -288,7 +289,7 @@ class Keeps(Echo):
         conn.send(header)
 
 
-@pytest.mark.parametrize("kind", TCP_KINDS)
+@each_case("kind", TCP_KINDS)
 def test_payload_that_a_handler_keeps_is_never_overwritten(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind)
     host.handler = host.listener._handler = Keeps()
@@ -309,7 +310,7 @@ def test_payload_that_a_handler_keeps_is_never_overwritten(make_host: MakeHost, 
     link.close()
 
 
-@pytest.mark.parametrize("kind", TCP_KINDS)
+@each_case("kind", TCP_KINDS)
 def test_payload_that_never_ends_gives_its_memory_back(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind)
     sock = host.known()
