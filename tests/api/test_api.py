@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.suites import each_case
 
 import paramserve
 from paramserve import errors
@@ -60,7 +61,7 @@ def test_client_has_what_users_call_and_its_parts_have_the_rest() -> None:
     assert {name for name in dir(paramserve.Client) if not name.startswith("_")} == CLIENT
 
 
-@pytest.mark.parametrize("name", getattr(paramserve, "__all__", []))
+@each_case("name", getattr(paramserve, "__all__", []))
 def test_public_name_is_documented(name: str) -> None:
     thing = getattr(paramserve, name)
     if not callable(thing):
@@ -80,7 +81,7 @@ def written(thing: object) -> bool:
     return bool(text.strip()) and not text.startswith(f"{getattr(thing, '__name__', '')}(")
 
 
-@pytest.mark.parametrize("kind", sorted(errors.KINDS))
+@each_case("kind", sorted(errors.KINDS))
 def test_error_survives_pickling(kind: str) -> None:
     error = errors.KINDS[kind]("pull failed: worker 3", applied="unknown", fix="look at worker 5")
     copy = pickle.loads(pickle.dumps(error))
@@ -95,7 +96,7 @@ def test_error_text_says_failed_applied_and_fix() -> None:
     assert str(error) == f"{expected}. More: docs/reference.md#pserrorsservergone"
 
 
-@pytest.mark.parametrize("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
+@each_case("kind", sorted(set(errors.KINDS) - {"ParamServeError"}))
 def test_error_is_a_paramserve_error(kind: str) -> None:
     assert issubclass(errors.KINDS[kind], errors.ParamServeError)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from docs import write_api
 from tests.needs import needs
+from tests.suites import each_case
 
 import paramserve
 from paramserve import errors
@@ -338,7 +339,7 @@ def test_readme_ratios_are_measured() -> None:
     } <= measured
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_case("page", PAGES, ids=lambda page: page.name)
 def test_page_names_only_files_that_exist(page: Path) -> None:
     wrong = [
         name
@@ -351,7 +352,7 @@ def test_page_names_only_files_that_exist(page: Path) -> None:
     assert not wrong, f"{page.name} names files that do not exist: {wrong}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_case("page", PAGES, ids=lambda page: page.name)
 def test_page_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)", prose(page))
     wrong = [each for each in targets if not each.startswith("http")]
@@ -359,7 +360,7 @@ def test_page_links_lead_somewhere(page: Path) -> None:
     assert not wrong, f"{page.name} links to what does not exist: {wrong}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_case("page", PAGES, ids=lambda page: page.name)
 def test_page_links_lead_to_headings(page: Path) -> None:
     links = re.findall(r"\]\(([\w./-]*)#([^)]+)\)", prose(page))
     targets = [((page.parent / name) if name else page, anchor) for name, anchor in links]
@@ -374,7 +375,7 @@ def headings(page: Path) -> set[str]:
     return {write_api.anchor(each.replace(" ", "-")) for each in found}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_case("page", PAGES, ids=lambda page: page.name)
 def test_page_names_only_what_the_code_defines(page: Path, names: Names) -> None:
     dotted = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(\(.*\))?"
     camel = r"[A-Z][A-Za-z]*[a-z][A-Za-z]*"
@@ -469,7 +470,7 @@ def test_reference_has_the_whole_docstring_of_every_public_name() -> None:
         assert named in text
 
 
-@pytest.mark.parametrize("kind", sorted(errors.KINDS))
+@each_case("kind", sorted(errors.KINDS))
 def test_error_has_a_section_with_cause_and_cure_which_its_text_names(kind: str) -> None:
     text = write_api.REFERENCE.read_text()
     told = str(errors.KINDS[kind]("it failed", fix="try again"))
@@ -502,7 +503,7 @@ def test_pages_are_not_written_with_an_error_that_no_row_explains(
         write_api.reference()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("owner", "name"),
     [(paramserve, "run"), (paramserve, "Sync"), (errors.KINDS, "NameTaken")],
     ids=["function", "dataclass", "error"],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.needs import needs
+from tests.suites import each_case
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -22,7 +23,7 @@ def test_notebooks_are_three_and_linked() -> None:
     assert all(f"](../notebooks/{path.name})" in page for path in NOTEBOOKS)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_case("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_kept_without_outputs(path: Path) -> None:
     notebook = json.loads(path.read_text())
     for cell in notebook["cells"]:

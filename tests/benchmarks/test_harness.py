@@ -7,6 +7,7 @@ import os
 import psutil
 import pytest
 import torch
+from tests.suites import each_case
 
 import mnist
 from benchmarks import harness, table, workloads
@@ -43,7 +44,7 @@ def row(better: str, bar: table.Bar, **values: float) -> table.Row:
     return table.Row("w", "u", better, samples, (bar,))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("better", "bar", "ours", "other", "met"),
     [
         ("more", table.Bar("times", 4, "ray"), 40.0, 10.0, True),

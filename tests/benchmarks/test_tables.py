@@ -22,6 +22,7 @@ from benchmarks.tables_load import (
     stream,
 )
 from tests.needs import needs
+from tests.suites import each_case
 
 from benchmarks import bench_tables, tables_redis
 
@@ -83,7 +84,7 @@ def test_check_right_table_passes() -> None:
     check(LOAD, InMemory(), Batches(LOAD))
 
 
-@pytest.mark.parametrize("wrong", [AppliesEachDuplicate, ForgetsItsState, IgnoresPushes, SwapsRows])
+@each_case("wrong", [AppliesEachDuplicate, ForgetsItsState, IgnoresPushes, SwapsRows])
 def test_check_wrong_table_fails(wrong: type[InMemory]) -> None:
     with pytest.raises(AssertionError):
         check(LOAD, wrong(), Batches(LOAD))
@@ -180,7 +181,7 @@ def test_ray_server_is_adagrad() -> None:
         server.pull(keys_of(np.array([LOAD.rows])))
 
 
-@pytest.mark.parametrize("how", ["push", "push_optim"])
+@each_case("how", ["push", "push_optim"])
 def test_rpc_server_is_adagrad(how: str) -> None:
     from benchmarks.tables_rpc import TableServer
 

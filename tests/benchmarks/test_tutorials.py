@@ -12,6 +12,7 @@ from benchmarks.table import Row
 from benchmarks.tutorials.lines import code_lines
 from tests import programs
 from tests.needs import needs
+from tests.suites import each_case
 
 import datasets
 from benchmarks import bench_tutorials
@@ -64,7 +65,7 @@ def run(program: str, options: str, environment: dict[str, str]) -> str:
     return programs.run([sys.executable, "-m", module, *options.split()], environment)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "lines"),
     [
         ("Server", 6),  # decorator, class, text in two lines, def, return
@@ -87,7 +88,7 @@ def test_lines_of_a_call_are_those_of_its_innermost_statement() -> None:
     assert code_lines(without, ["drive:start"]) == 3
 
 
-@pytest.mark.parametrize("name", ["absent", "Server.absent", "drive:absent", "drive:start"])
+@each_case("name", ["absent", "Server.absent", "drive:absent", "drive:start"])
 def test_lines_of_an_absent_or_ambiguous_part_is_an_error(name: str) -> None:
     with pytest.raises(LookupError, match=name):
         code_lines(SOURCE, [name])

@@ -9,6 +9,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from tests.suites import each_case
 
 from paramserve.observe.metrics import FAMILIES
 
@@ -24,7 +25,7 @@ def panels() -> list[dict[str, Any]]:
 EXPRESSIONS = [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@each_case("expression", EXPRESSIONS)
 def test_expression_parses_and_names_metrics_that_there_are(expression: str) -> None:
     plain = expression.replace("$__rate_interval", "1m").replace("$job", ".*")
     promql_parser.parse(plain)

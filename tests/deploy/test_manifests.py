@@ -27,6 +27,7 @@ import yaml
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator, ValidationError
 from referencing import Registry, Resource
+from tests.suites import each_case
 
 import paramserve
 from deploy import certificates
@@ -138,14 +139,14 @@ def environment(container: Document) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS)
+@each_case("manifest", MANIFESTS)
 def test_manifest_every_document_fits_its_schema(manifest: str) -> None:
     assert documents(manifest)
     for document in documents(manifest):
         check(document)
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS)
+@each_case("manifest", MANIFESTS)
 def test_manifest_any_misspelt_key_is_refused(manifest: str) -> None:
     """The checker checks: one letter more in any key that a schema decides must fail."""
     passed = []
@@ -161,7 +162,7 @@ def test_manifest_any_misspelt_key_is_refused(manifest: str) -> None:
     assert not passed
 
 
-@pytest.mark.parametrize("pod", all_pods())
+@each_case("pod", all_pods())
 def test_pod_runs_without_privileges(pod: Document) -> None:
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] > 0
@@ -174,14 +175,14 @@ def test_pod_runs_without_privileges(pod: Document) -> None:
         assert container["resources"]["limits"]["memory"]
 
 
-@pytest.mark.parametrize("pod", all_pods())
+@each_case("pod", all_pods())
 def test_pod_mounts_only_volumes_that_it_has(pod: Document) -> None:
     volumes = {volume["name"] for volume in pod["volumes"]}
     for container in pod["containers"]:
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
-@pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
+@each_case("kind", ["StatefulSet", "Job"])
 def test_kubernetes_root_file_system_is_read_only_and_kernels_are_cached(kind: str) -> None:
     container = container_of(kind)
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -283,7 +284,7 @@ def parsed_server(folder: Path, command: str, options: list[str]) -> dict[str, A
     return cli.commands[command].make_context(command, here).params
 
 
-@pytest.mark.parametrize("pod_name", ["paramserve-0", "paramserve-1"])
+@each_case("pod_name", ["paramserve-0", "paramserve-1"])
 def test_kubernetes_server_command_parses(tmp_path: Path, pod_name: str) -> None:
     command, *options = handed_over(tmp_path, pod_name)
     parsed = parsed_server(tmp_path, command, options)
@@ -374,7 +375,7 @@ def test_readme_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert certificates.parser().parse_args(hosts).hosts == names
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("manifest", "uses"),
     [
         ("kubernetes.yaml", {"from_environment"}),
@@ -395,7 +396,7 @@ def test_script_uses_names_that_exist(manifest: str, uses: set[str]) -> None:
     assert found <= set(paramserve.__all__)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("manifest", "kind", "command"),
     [("kubernetes.yaml", "Job", "command"), ("kuberay.yaml", "RayJob", "entrypoint")],
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.suites import each_case
 
 import compare_sync_async as compare
 import racing
@@ -89,7 +90,7 @@ def test_log_counts_from_the_common_first_moment() -> None:
     assert log.waiting == pytest.approx(1.0 / 5.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("version", "per_update", "seconds"),
     [
         (0, None, 0.0),
@@ -108,7 +109,7 @@ def test_log_version_is_dated_by_clock_or_by_steps(
     assert racing.Log([*BEGAN, *STEPS]).reached(version, per_update) == seconds
 
 
-@pytest.mark.parametrize("number", [513, 517, 538])  # 512 and 538 are evaluated in any case
+@each_case("number", [513, 517, 538])  # 512 and 538 are evaluated in any case
 def test_evaluate_finds_the_first_snapshot_at_the_target_with_few_evaluations(number: int) -> None:
     judged: list[int] = []
 

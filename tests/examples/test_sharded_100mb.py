@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 import paramserve as ps
 import sharded_100mb
@@ -13,7 +14,7 @@ import sharded_100mb
 SMALL = "--megabytes 1 --steps 2 --workers 2"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("option", "servers", "name", "policy"),
     [("", [1, 3], "async", ps.Async), ("--sync", [2], "sync", ps.Sync)],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 
 import click_stream
 import flights
@@ -211,7 +212,7 @@ class AsksForTables:
         raise Asked(options)
 
 
-@pytest.mark.parametrize("example", [movielens, flights, knowledge_graph, click_stream])
+@each_case("example", [movielens, flights, knowledge_graph, click_stream])
 def test_tables_are_asked_for_with_the_seed_of_the_run(example: Any) -> None:
     nothing: dict[str, Any] = {}
     with pytest.raises(Asked) as asked:
@@ -224,7 +225,7 @@ def test_speed_is_of_all_samples_from_the_first_begin_to_the_last_end() -> None:
     assert movielens.speed(outcomes) == 10.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     "parse",
     [movielens.parse, flights.parse, knowledge_graph.parse, click_stream.parse],
 )

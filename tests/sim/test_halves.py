@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.sim.policies import TABLE_POLICIES
 from tests.sim.workloads.halves import halves, nearest
+from tests.suites import each_case
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
@@ -55,7 +56,7 @@ def test_seeds_of_16_bits_have_what_is_judged() -> None:
     assert min(seen.values()) > 0, seen
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("half", "value", "bits"),
     [
         ("bfloat16", 1.0, 0x3F80),
