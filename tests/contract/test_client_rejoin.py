@@ -107,7 +107,7 @@ def reach(client: Client, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_transmit", lossy)
 
 
-@pytest.mark.parametrize("reached", [0, 1, 2])
+@each_case("reached", [0, 1, 2])
 def test_sync_every_clock_has_each_rank_once(
     make_pair: MakePair, shards: int, reached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

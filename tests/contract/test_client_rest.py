@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 from tests.contract.role_cluster import RoleCluster
+from tests.suites import each_case
 
 from paramserve.client import Client
 from paramserve.consistency.base import Policy
@@ -25,7 +25,7 @@ def counted(client: Client) -> set[tuple[int, ...]]:
     }
 
 
-@pytest.mark.parametrize("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
+@each_case("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
 def test_pull_of_a_resting_worker_does_not_end_its_rest(
     make_cluster: MakeCluster, shards: int, policy: Policy
 ) -> None:
@@ -50,8 +50,8 @@ def test_pull_of_a_resting_worker_does_not_end_its_rest(
     assert rests.enter() is False
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["rested", "joins"])
-@pytest.mark.parametrize("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
+@each_case("joins", [False, True], ids=["rested", "joins"])
+@each_case("policy", [BoundedStaleness(1), Async()], ids=["bounded", "async"])
 def test_worker_that_enters_goes_on_at_the_clock_of_the_others(
     make_cluster: MakeCluster, shards: int, policy: Policy, joins: bool
 ) -> None:

@@ -284,7 +284,7 @@ def test_sync_values_assigned_while_a_clock_waits_are_not_lost(make: Make) -> No
     assert set(driver.pull("w")) == {11.0}
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_whole_tensors_are_not_cut(make: Make, policy: Policy, shards: int) -> None:
     cluster = make(policy)
     client = cluster.client(0)

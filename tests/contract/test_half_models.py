@@ -198,7 +198,7 @@ class Measured:
         return into
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@each_case("kind", ["unix", "tcp"])
 def test_slots_and_payloads_have_half_the_bytes(
     make_cluster: MakeCluster, kind: str, half: str
 ) -> None:
@@ -221,7 +221,7 @@ def test_slots_and_payloads_have_half_the_bytes(
 # --- sums -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shards", "weights"), [(1, (1.0, 1.0)), (2, (2.0, 3.0))])
+@each_case(("shards", "weights"), [(1, (1.0, 1.0)), (2, (2.0, 3.0))])
 def test_sum_over_ranks_is_made_in_float32(
     make_cluster: MakeCluster, half: str, shards: int, weights: tuple[float, float]
 ) -> None:
@@ -325,8 +325,8 @@ def test_values_that_a_corrected_gradient_leaves_are_rounded(
 # --- NaN, Inf and clipping ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-@pytest.mark.parametrize("policy", [Async(), Async(on_nonfinite="skip")], ids=["refuse", "skip"])
+@each_case("kind", ["unix", "tcp"])
+@each_case("policy", [Async(), Async(on_nonfinite="skip")], ids=["refuse", "skip"])
 def test_gradient_that_is_not_finite_is_refused_or_skipped(
     make_cluster: MakeCluster, half: str, policy: Async, kind: str
 ) -> None:
@@ -356,7 +356,7 @@ def test_float32_beyond_the_range_of_float16_is_refused(make_cluster: MakeCluste
     assert (client.pull("w") == 65504.0).all(), "what is larger becomes the largest, and not Inf"
 
 
-@pytest.mark.parametrize("policy", [Async(), Sync()], ids=["async", "sync"])
+@each_case("policy", [Async(), Sync()], ids=["async", "sync"])
 def test_clip_norm_is_that_of_float32(make_cluster: MakeCluster, half: str, policy: Policy) -> None:
     client = make_cluster(servers=2, workers=1, policy=policy).client(0)
     twins = Twins([client], half, Add())
@@ -427,7 +427,7 @@ def test_ranks_have_to_give_the_same_dtype(make_cluster: MakeCluster) -> None:
     assert (other.pull("w") == 0.0).all()
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@each_case("kind", ["unix", "tcp"])
 def test_snapshots_have_the_masters(make_cluster: MakeCluster, half: str, kind: str) -> None:
     client = make_cluster(kind, servers=2, workers=1, policy=Sync()).client(0)
     block = client.define("w", given(normal(0, half)), rule=SGD(0.01))
@@ -444,9 +444,7 @@ def test_snapshots_have_the_masters(make_cluster: MakeCluster, half: str, kind: 
 # --- codecs on top --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "codec"), [("unix", Int8()), ("unix", Int8(even_local=True)), ("tcp", Int8())]
-)
+@each_case(("kind", "codec"), [("unix", Int8()), ("unix", Int8(even_local=True)), ("tcp", Int8())])
 def test_codecs_encode_what_float32_would_be(
     make_cluster: MakeCluster, half: str, kind: str, codec: Codec
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import WAIT_S, RoleCluster, in_threads
 from tests.contract.test_tables import users
+from tests.suites import each_case
 
 from paramserve.client import BlockPush, Client, Outcome
 from paramserve.consistency.base import Policy
@@ -69,7 +70,7 @@ class Rows:
 
 
 Kind = type[Tensor] | type[Rows]
-both = pytest.mark.parametrize("kind", [Tensor, Rows])
+both = each_case("kind", [Tensor, Rows])
 
 
 def team(make_cluster: MakeCluster, kind: Kind, policy: Policy, workers: int = 2) -> list[Any]:
@@ -92,7 +93,7 @@ def clock(ranks: list[Any], gradients: list[float], **options: float) -> list[An
 
 
 @both
-@pytest.mark.parametrize("weight", [1.0, 128.0, 1e-42, 1e60])
+@each_case("weight", [1.0, 128.0, 1e-42, 1e60])
 def test_mean_of_finite_gradients_is_applied_though_their_sum_overflows(
     make_cluster: MakeCluster, kind: Kind, weight: float
 ) -> None:
@@ -112,7 +113,7 @@ def test_mean_of_the_largest_numbers_is_applied(make_cluster: MakeCluster, kind:
 
 
 @both
-@pytest.mark.parametrize("on_nonfinite", ["refuse", "skip"])
+@each_case("on_nonfinite", ["refuse", "skip"])
 def test_sum_that_overflows_ends_its_clock_without_an_update(
     make_cluster: MakeCluster, kind: Kind, on_nonfinite: Any
 ) -> None:
@@ -140,7 +141,7 @@ def test_clipping_takes_the_norm_of_the_mean_though_the_sum_overflows(
 
 
 @both
-@pytest.mark.parametrize("on_nonfinite", ["refuse", "skip"])
+@each_case("on_nonfinite", ["refuse", "skip"])
 def test_gradient_that_makes_a_buffer_overflow_is_left_out(
     make_cluster: MakeCluster, kind: Kind, on_nonfinite: Any
 ) -> None:

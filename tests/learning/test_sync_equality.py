@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.learning import training
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.pytorch.loader import load
@@ -102,7 +103,7 @@ def test_sync_equals_the_sum_in_rank_order_bit_by_bit(run: ps.Result, kind: str,
         assert torch.equal(trained[name], value), name
 
 
-@pytest.mark.parametrize(("kind", "seed"), CASES)
+@each_case(("kind", "seed"), CASES)
 def test_sync_equals_torch_on_the_joined_batch(run: ps.Result, kind: str, seed: int) -> None:
     trained = run.state_dict(training.run_name(kind, seed))
     for name, value in joined(kind, seed).items():

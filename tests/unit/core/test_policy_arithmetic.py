@@ -91,16 +91,14 @@ SYNC: list[tuple[Policy, dict[str, Any]]] = [
 
 
 def per_case(cases: Iterable[tuple[Policy, dict[str, Any]]]) -> Any:
-    return pytest.mark.parametrize(
-        ("policy", "options"), [pytest.param(p, o, id=str(p)) for p, o in cases]
-    )
+    return each_case(("policy", "options"), [pytest.param(p, o, id=str(p)) for p, o in cases])
 
 
-each_rule_in_a_dtype = pytest.mark.parametrize(
+each_rule_in_a_dtype = each_case(
     ("rule", "dtype"), [(rule, DTYPES[number % 2]) for number, rule in enumerate(RULES)]
 )
 """That each is torch's in both is proved in `tests/unit/rules`."""
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_dtype = each_case("dtype", DTYPES)
 
 
 class Recorder:
@@ -245,7 +243,7 @@ def test_sync_applies_what_the_reference_does(
 
 
 @each_dtype
-@pytest.mark.parametrize("rule", [PLAIN, MOMENTUM, NESTEROV])
+@each_case("rule", [PLAIN, MOMENTUM, NESTEROV])
 def test_local_steps_average_and_step_as_the_reference_does(rule: str, dtype: str) -> None:
     outer, plain = RULES[rule]
     rounds, every, lr = 12, 3, 0.1
@@ -267,7 +265,7 @@ def test_local_steps_average_and_step_as_the_reference_does(rule: str, dtype: st
 
 
 @each_dtype
-@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.9])
+@each_case("alpha", [0.05, 0.3, 0.9])
 def test_elastic_average_moves_both_as_the_reference_does(alpha: float, dtype: str) -> None:
     spring = SGD(lr=alpha, weight_decay=1.0, maximize=True)
     found = Recorder(ElasticAverage(rho=alpha), spring, dtype)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.config import NO_CREDENTIALS, Credentials
@@ -213,7 +214,7 @@ def test_connect_unix_needs_no_token(dialled: Dialled) -> None:
     assert dialled.calls[0][:2] == ("unix:/run/ps.sock", NO_CREDENTIALS)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "text"),
     [
         ({}, "needs its rank"),
@@ -263,7 +264,7 @@ def test_from_environment_takes_all_three_tls_files(dialled: Dialled, token_file
     assert dialled.calls[0][1].tls == ps.TLS("c", "k", "a")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "text"),
     [
         ({"PARAMSERVE_ADDRESS": None}, "has no PARAMSERVE_ADDRESS"),

@@ -150,7 +150,7 @@ BEGINS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "written", "called"),
     [
         (name, written, called)

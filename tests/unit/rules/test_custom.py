@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from tests.suites import each_case
 
 from paramserve.rules import SGD, Array, PushInfo, Rule, Run
 from paramserve.rules.custom import CustomRule
@@ -259,7 +260,7 @@ class ListField(CustomRule):
     def update(self, value: Any, gradient: Any, state: Any, push: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("classes", "text"),
     [
         ([Seen()], "takes classes"),

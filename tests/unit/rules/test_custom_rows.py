@@ -171,8 +171,8 @@ def reshapes(value: Array, state: MutableMapping[str, Array]) -> None:
     value.shape = (2, -1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(
+@each_case("dtype", ["float32", "float16"])
+@each_case(
     ("fault", "error", "text"),
     [
         (raises, LookupError, "a user's bug"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from tests.suites import each_case
 
 from paramserve.compiling import load_routing
@@ -16,7 +15,7 @@ from paramserve.rules.intrinsics import LINE, STREAMED_BYTES, streaming_pays
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-CASES = pytest.mark.parametrize(
+CASES = each_case(
     ("dim", "beside", "share", "streamed"),
     [
         (64, 0, 1.0, True),
@@ -47,7 +46,7 @@ def count_of(dim: int, share: float) -> int:
 
 
 @CASES
-@pytest.mark.parametrize("placed", [True, False])
+@each_case("placed", [True, False])
 def test_gathered_rows_are_where_they_were_to_go(
     dim: int, beside: int, share: float, streamed: bool, placed: bool
 ) -> None:
@@ -69,7 +68,7 @@ def test_gathered_rows_are_where_they_were_to_go(
 
 
 @CASES
-@pytest.mark.parametrize("bad", [None, 40, 1000])
+@each_case("bad", [None, 40, 1000])
 def test_laid_gradients_are_the_sums_in_order(
     dim: int, beside: int, share: float, streamed: bool, bad: int | None
 ) -> None:
