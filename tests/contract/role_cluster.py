@@ -203,13 +203,7 @@ class RoleCluster:
 
     def _start(self, shard: int) -> Server:
         config = self.config(shard, "127.0.0.1:0" if self.kind == "tcp" else "")
-        control = ControlLink.connect(
-            [self.address],
-            Hello("register"),
-            credentials=NO_CREDENTIALS,
-            limits=self.limits,
-            timeout_s=WAIT_S,
-        )
+        control = self._control("register")
 
         async def start() -> tuple[ServerRole, list[Any]]:
             if self.kind == "inprocess":
@@ -244,13 +238,7 @@ class RoleCluster:
     ) -> Client:
         """A new client, which reaches the servers in the cluster's way only."""
         limits = limits if limits is not None else Limits()
-        control = ControlLink.connect(
-            [self.address],
-            Hello("join"),
-            credentials=NO_CREDENTIALS,
-            limits=limits,
-            timeout_s=WAIT_S,
-        )
+        control = self._control("join", limits)
         try:
             client = Client(
                 Connection(
@@ -320,42 +308,32 @@ class RoleCluster:
 
     def mark_dead(self, rank: int) -> None:
         """Tell the coordinator, as the driver does, that a worker's process has ended."""
-        control = ControlLink.connect(
-            [self.address],
-            Hello("driver"),
-            credentials=NO_CREDENTIALS,
-            limits=self.limits,
-            timeout_s=WAIT_S,
-        )
-        control.call(MarkDead(0, "worker", rank), Ok, timeout_s=WAIT_S)
-        control.close()
+        self._as_driver(MarkDead(0, "worker", rank), Ok)
         wait_until(lambda: all(rank not in s.role.shard.sessions.live() for s in self.servers))
 
     def checkpoint(self) -> Checkpointed:
         """Have a checkpoint written, as a driver asks for it."""
-        control = ControlLink.connect(
-            [self.address],
-            Hello("driver"),
-            credentials=NO_CREDENTIALS,
-            limits=self.limits,
-            timeout_s=WAIT_S,
-        )
-        try:
-            return control.call(AskCheckpoint(0, WAIT_S), Checkpointed, timeout_s=WAIT_S)
-        finally:
-            control.close()
+        return self._as_driver(AskCheckpoint(0, WAIT_S), Checkpointed)
 
     def scale(self, workers: int) -> None:
         """As `Job.scale` tells the coordinator."""
-        control = ControlLink.connect(
+        self._as_driver(Scale(0, workers), Ok)
+
+    def _as_driver(self, message: Any, answer: type[Any]) -> Any:
+        control = self._control("driver")
+        try:
+            return control.call(message, answer, timeout_s=WAIT_S)
+        finally:
+            control.close()
+
+    def _control(self, role: str, limits: Limits | None = None) -> ControlLink:
+        return ControlLink.connect(
             [self.address],
-            Hello("driver"),
+            Hello(role),
             credentials=NO_CREDENTIALS,
-            limits=self.limits,
+            limits=limits if limits is not None else self.limits,
             timeout_s=WAIT_S,
         )
-        control.call(Scale(0, workers), Ok, timeout_s=WAIT_S)
-        control.close()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

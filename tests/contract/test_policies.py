@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.contract.role_cluster import WAIT_S, RoleCluster, wait_until
+from tests.contract.role_cluster import RoleCluster, wait_until
 from tests.suites import each_case
 
 from paramserve.client import Client, groups
@@ -34,11 +34,10 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Hello, LogEntry, Ok, Scale, Switch
+from paramserve.messages import LogEntry, Switch
 from paramserve.rules import Add, Array, PushInfo
 from paramserve.rules.custom import CustomRule
 from paramserve.server import ServerRole, process_role
-from paramserve.transport.control import ControlLink
 
 SIZE = 20_000
 """Elements of float64: enough to lie on two shards."""
@@ -115,19 +114,6 @@ def value(cluster: RoleCluster) -> float:
         found = reader.pull("w")
     assert (found == found[0]).all()
     return float(found[0])
-
-
-def scale(cluster: RoleCluster, workers: int) -> None:
-    """As `Job.scale` tells the coordinator."""
-    control = ControlLink.connect(
-        [cluster.address],
-        Hello("driver"),
-        credentials=NO_CREDENTIALS,
-        limits=cluster.limits,
-        timeout_s=WAIT_S,
-    )
-    control.call(Scale(0, workers), Ok, timeout_s=WAIT_S)
-    control.close()
 
 
 # --- registered ---------------------------------------------------------------------------------
@@ -324,7 +310,7 @@ def test_worker_that_joins_later_begins_where_the_others_are(make: MakeCluster) 
     (first,) = team(cluster, 1)
     for _ in range(5):
         ended(first).result()
-    scale(cluster, 2)
+    cluster.scale(2)
     late = cluster.client(1)
     assert late.clock() == 5
     late.define("w", np.zeros(SIZE), rule=Add())
@@ -339,7 +325,7 @@ def test_worker_that_joins_later_begins_where_the_others_are(make: MakeCluster) 
 def test_worker_that_joins_later_enters_with_its_first_step(make: MakeCluster) -> None:
     cluster = make(Sync(reduce="sum"), workers=1)
     (first,) = team(cluster, 1)
-    scale(cluster, 2)
+    cluster.scale(2)
     late = cluster.client(1)
     late.define("w", np.zeros(SIZE), rule=Add())
     late.push("w", ones(100.0))
@@ -359,7 +345,7 @@ def test_worker_that_the_run_will_do_without_is_told(make: MakeCluster) -> None:
     first, second = team(cluster)
     ended(second).result()
     assert not second.steps.retiring
-    scale(cluster, 1)
+    cluster.scale(1)
     wait_until(lambda: ended(second).result().version > 0 and second.steps.retiring)
     ended(first).result()
     assert not first.steps.retiring
@@ -524,7 +510,7 @@ def test_worker_that_comes_between_two_changes_steps_by_the_policy_in_between(
         other = cluster.client(1)
         workers = [first, other]
     else:
-        scale(cluster, 3)
+        cluster.scale(3)
         other = cluster.client(2)
         workers = [first, second, other]
     other.define("w", np.zeros(SIZE), rule=Add())
