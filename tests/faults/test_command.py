@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.faults.leftovers import folders
+from tests.suites import each_case
 
 from paramserve.cli import main
 
@@ -98,7 +99,7 @@ def test_run_failure_is_told_with_the_traceback_and_exit_code_1(script: Path) ->
     assert "cli.py" not in done.stderr
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("args", "text"),
     [
         (["script.py"], "is not SCRIPT:FUNCTION"),

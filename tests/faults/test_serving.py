@@ -25,6 +25,7 @@ from deploy.certificates import make_certificates
 from tests.faults.servers import SOON_S, Servers, new_token
 from tests.needs import needs_ipv6
 from tests.network.roles import Doubled
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.cli import cli, main
@@ -590,7 +591,7 @@ def test_server_that_waits_for_the_first_one_says_so(
     assert "waits up to 0 s (--start-s, or deadlines=ps.Deadlines(start_s=...))" in told
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "text"),
     [
         ({"servers": 0}, "servers must be at least 1"),

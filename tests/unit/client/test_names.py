@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.suites import each_case
 from tests.unit.client.fakes import block_of
 
 from paramserve.client.names import NamedPiece, Names, as_rows, as_tensors
@@ -31,8 +32,8 @@ def test_names_find_blocks_once_in_the_order_of_the_names(names: Names) -> None:
     assert "x" not in names
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@each_case("bad", [np.nan, np.inf, -np.inf])
+@each_case("dtype", [np.float64, np.float32])
 def test_fill_tells_what_is_not_finite(names: Names, bad: float, dtype: type) -> None:
     gradient = np.ones((2, 3), dtype)
     gradient[1, 2] = bad
