@@ -247,6 +247,7 @@ def each_alone(
         )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert "not trained" not in done.stderr  # a run does not raise its warnings
     return done.stdout.split("# begins ")[1:]
 
 

@@ -99,8 +99,9 @@ def test_run_that_evaluates_without_gradients_does_not_warn() -> None:
             total = sum(float(each.sum()) for (each,) in worker.loader(rows, batch_size=2))
         return float(worker.all_reduce(total))
 
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(record=True, action="always") as told:  # a run raises none
         assert ps.run(evaluates, workers=1).returns == {0: 8.0}
+    assert told == []
 
 
 def test_connected_rank_that_loops_without_an_optimizer_of_its_own_warns(
@@ -129,19 +130,14 @@ def test_connected_rank_ends_in_order_where_its_cluster_has_ended(
 
 
 def test_run_whose_optimizer_makes_no_step_warns() -> None:
-    def forgets(worker: ps.Worker, steps: int) -> None:
+    def forgets(worker: ps.Worker) -> None:
         import torch
 
         model = torch.nn.Linear(2, 1)
-        optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(steps):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+        worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     with pytest.warns(UserWarning, match="'model' was not trained.*no rank has made a step"):
-        ps.run(forgets, args=(0,), workers=1)
-    with warnings.catch_warnings(action="error"):
-        ps.run(forgets, args=(1,), workers=1)
+        ps.run(forgets, workers=1)
 
 
 def test_run_that_only_reduces_gives_its_result_where_warnings_are_errors() -> None:
