@@ -18,23 +18,23 @@ import pytest
 QUICK = "not slow"
 """The marks of a run that has budgets: `make test`."""
 BUDGET_S: Mapping[str, float] = {
-    "api": 180,
+    "api": 150,
     "benchmarks": 90,
-    "contract": 900,
+    "contract": 800,
     "deploy": 90,
-    "examples": 120,
-    "faults": 600,
-    "learning": 240,
+    "examples": 100,
+    "faults": 400,
+    "learning": 200,
     "ray": 90,
-    "sim": 650,
+    "sim": 550,
     "unit": 90,
-    "unit/checkpoint": 120,
-    "unit/client": 90,
-    "unit/codecs": 150,
-    "unit/core": 180,
-    "unit/pytorch": 180,
-    "unit/rules": 240,
-    "unit/transport": 180,
+    "unit/checkpoint": 90,
+    "unit/client": 60,
+    "unit/codecs": 90,
+    "unit/core": 90,
+    "unit/pytorch": 150,
+    "unit/rules": 150,
+    "unit/transport": 60,
 }
 """By folder, of those that cost more than 3 s: three times that, and more where kernels may be
 compiled first. A machine of half the speed stays within them."""
