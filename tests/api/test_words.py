@@ -37,15 +37,16 @@ PARTICIPLES = STORY | {
 }
 """Participles that say what was done and not what the thing is; before a noun they are fine."""
 BUDGET: dict[str, int] = {
-    ROOT: 46,
+    ROOT: 41,
     "checkpoint": 3,
     "cli": 2,
-    "client": 412,
+    "client": 319,
     "core": 51,
     "launch": 3,
     "messages": 16,
     "observe": 2,
-    "pytorch": 199,
+    "pytorch": 189,
+    "training": 79,
     "worker": 3,
 }
 """Most names in a folder that are such a word; lower it with each rename. ROOT: modules in none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from paramserve.errors import (
     UnknownName,
     warn_user,
 )
+from paramserve.logs import write_line
 from paramserve.messages import (
     BlockSpec,
     Define,
@@ -444,11 +444,10 @@ class Directory:
             self._define(block, attempt, limit, fill=fill)
             if policy is None and block.spec.consistency is not None:
                 which = " of int64" if dtype == "int64" else ""
-                told = (
-                    f"paramserve: table {name!r} steps under ps.Async(): the run's policy is not "
+                write_line(
+                    f"table {name!r} steps under ps.Async(): the run's policy is not "
                     f"for tables{which}. To choose another: client.table(..., consistency=)"
                 )
-                print(f"{told}\n", end="", file=sys.stderr, flush=True)
         return block
 
     def find_table(self, name: str) -> Block:

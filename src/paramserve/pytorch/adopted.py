@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
@@ -18,6 +17,7 @@ from torch import Tensor
 from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
 from paramserve.errors import ParamServeError, warn_user
+from paramserve.logs import write_line
 from paramserve.messages import VALUE
 from paramserve.observe.history import History, StepRecord
 from paramserve.pytorch.additions import Additions
@@ -630,7 +630,7 @@ class Adopted(ABC, Generic[B]):
             again, local = connection.incarnation > 1, connection.exchange.shared
             lost_before = client.steps.resumed.get(name, 0) if again else 0
             words = in_words(name, self._blocks, local=local, lost_before=lost_before)
-            print(f"paramserve: {words}\n", end="", file=sys.stderr, flush=True)
+            write_line(words)
         client.enter(name)  # before the values are read: they stay present from then on
         self._pull(parts)
         return parts

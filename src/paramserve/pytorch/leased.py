@@ -212,14 +212,14 @@ def lease(
     batches_per_step: int | None = None,
     adaptive_batch: tuple[int, int] | None = None,
     name: str | None = None,
-    told: bool,
+    reports_delivery: bool,
 ) -> LeasedWork:
     """A worker's part in a dataset that is shared by lease; arguments as `load_leased`.
 
     One with the same arguments as before goes on where that one is.
 
     Args:
-        told: whether it will be said which batches were delivered.
+        reports_delivery: whether it will be said which batches were delivered.
     """
     check_counts(batch_size, epochs, steps, batches_per_step)
     size = size_of(dataset)
@@ -234,12 +234,18 @@ def lease(
     order = worker.seed if shuffle else -1
     several = batches_per_step if batches_per_step is not None else AS_WORKER_SAYS
     plan = LeasePlan(size, epochs, steps or 0, batch_size, low, high, several, order)
-    arguments = ("leased", plan, name, told)
+    arguments = ("leased", plan, name, reports_delivery)
 
     def make() -> LeasedWork:
         named = name or worker.leases.next_name()
         course, leases = worker.course, worker.leases
-        return LeasedWork(leases, named, plan, told=told, has_others=lambda: course.has_static)
+        return LeasedWork(
+            leases,
+            named,
+            plan,
+            reports_delivery=reports_delivery,
+            has_others=lambda: course.has_static,
+        )
 
     work = shared(worker.passes, dataset, arguments, make)
     return work if not work.active else make()
@@ -274,7 +280,7 @@ def load_leased(
     """`worker.loader` with `shards="dynamic"`; arguments and errors as `load` and `lease`."""
     if not dataloader_options.get("in_order", True):
         raise ValueError('shards="dynamic" needs its batches in order: leave in_order at True')
-    work = lease(worker, dataset, told=True, **sharing)
+    work = lease(worker, dataset, reports_delivery=True, **sharing)
     batches = _Drawing(work, worker.seed, arrays=by_rows(dataset, dataloader_options))
     torch_loader = loading(dataset, batches, dataloader_options)
     return LeasedLoader(work, torch_loader, worker, prefetch)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STATIC, DYNAMIC, OWN = "static", "dynamic", "own"
 _LEASING = [*inspect.signature(leased.lease).parameters][2:-1]
-"""Arguments of a leased loader or sampler: without the worker, the dataset and `told`."""
+"""Arguments of a leased loader or sampler: of its own, as `lease` has them."""
 
 
 class RankSampler(Sampler[int]):
@@ -355,7 +355,7 @@ def sampler(
     if _dynamic(shards, None):
         if "batch_size" not in sharing:
             raise TypeError('with shards="dynamic" the sampler makes the batches: give batch_size')
-        work = leased.lease(worker, dataset, shuffle=shuffle, told=False, **sharing)
+        work = leased.lease(worker, dataset, shuffle=shuffle, reports_delivery=False, **sharing)
         return leased.LeasedSampler(work)
     if sharing:
         raise TypeError(

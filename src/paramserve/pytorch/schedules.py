@@ -15,7 +15,6 @@ then its own schedulers count, stepped as often.
 from __future__ import annotations
 
 import inspect
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paramserve.checkpoint import plain
 from paramserve.errors import warn_user
+from paramserve.logs import write_line
 from paramserve.messages import NOTE_BYTES_MAX
 from paramserve.rules.torch_kinds import ParamGroup
 
@@ -362,12 +362,11 @@ class Schedules:
         which holds from now on: say so, once for all ranks."""
         if self._rank == 0:
             before, now = ([each["lr"] for each in n] for n in (note.numbers, _numbers(groups)))
-            told = (
-                f"paramserve: group {self._group!r} goes on with this run's schedulers, which are "
+            write_line(
+                f"group {self._group!r} goes on with this run's schedulers, which are "
                 f"others than the checkpoint's: learning rates {_shown(now)}, where its last step "
                 f"had {_shown(before)}"
             )
-            print(f"{told}\n", end="", file=sys.stderr, flush=True)
 
     def _warn_by_hand(self) -> None:
         warn_user(

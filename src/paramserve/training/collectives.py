@@ -59,22 +59,22 @@ class Collectives:
             raise ValueError(f"op must be one of {', '.join((*COMBINE, RANK0))}, not {op!r}")
         packed = pack(value, op)
         self.arrays = self.arrays or packed.array.size > 1
-        told = self._call(op, packed, timeout_s)
-        result = np.frombuffer(told.value, told.dtype).reshape(packed.array.shape)
+        reply = self._call(op, packed, timeout_s)
+        result = np.frombuffer(reply.value, reply.dtype).reshape(packed.array.shape)
         return packed.restore(result.copy())
 
     def least(self, number: int, parts: int) -> int:
         """The smallest of all ranks' numbers for this loader over parts of their own, or what they
         have agreed on before this rank came; see `AllReduce.parts`."""
-        told = self._call("min", pack(number, "min"), None, parts)
-        return int(np.frombuffer(told.value, told.dtype)[0])
+        reply = self._call("min", pack(number, "min"), None, parts)
+        return int(np.frombuffer(reply.value, reply.dtype)[0])
 
     def _call(self, op: str, packed: Packed, timeout_s: float | None, parts: int = 0) -> AllReduced:
         self._connection.check()
         place, array = self._position.place, packed.array
         what = call_of(op)
         value = array.tobytes()
-        began, waited_s, said = self._steps.now(), 0.0, False
+        began, waited_s, warned = self._steps.now(), 0.0, False
         clocks: dict[int, int] = {}
         limit_s = timeout_s if timeout_s is not None else self._steps.waits.timeout_s
         while True:
@@ -114,8 +114,8 @@ class Collectives:
             knob = "timeout_s=..." if timeout_s is not None else timeouts.knob_of(busy)
             if waited_s >= limit_s:
                 raise self._timed_out(what, _ranks(reply.missing, clocks), waited_s, knob)
-            if waited_s >= timeouts.SAY_S and not said:
-                said = True
+            if waited_s >= timeouts.SAY_S and not warned:
+                warned = True
                 warn_user(
                     f"rank {self._connection.rank} has waited {waited_s:.0f} s in {what} for "
                     f"{_ranks(reply.missing, clocks)}; it {timeouts.up_to(limit_s, knob)}"
@@ -148,11 +148,11 @@ def _ranks(missing: Sequence[Missing], clocks: Mapping[int, int]) -> str:
 
 
 def _rank(each: Missing, clock: int) -> str:
-    told = [each.state] if each.state != "live" else []
+    facts = [each.state] if each.state != "live" else []
     if each.group and each.state != "expected":
         gone_on = f", {clock} when the wait began" if clock != each.clock else ""
-        told.append(f"at clock {each.clock} of group {each.group!r}{gone_on}")
-    return f"rank {each.rank}" + (f" ({', '.join(told)})" if told else "")
+        facts.append(f"at clock {each.clock} of group {each.group!r}{gone_on}")
+    return f"rank {each.rank}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def pack(value: Any, op: str) -> Packed:

@@ -27,7 +27,7 @@ SHAPES = "shapes of loaders"
 """What a worker saves of its loaders."""
 MADE = "steps with batches"
 """What it saves of its steps where it has several optimizers."""
-TOLD = PASSES, UNDER_WAY = "passes", "passes under way"
+OF_PASSES = PASSES, UNDER_WAY = "passes", "passes under way"
 """What it saves of passes with batches that were in no step."""
 SHAPES_MAX = 64
 """Loaders' shapes that are saved. Behind steps with more of them no shape is refused."""
@@ -358,8 +358,8 @@ class Course:
         if self._irregular is None:
             client = self._client
             again = client.connection.incarnation > 1
-            told = [client.saving.kept(each) if again else b"" for each in TOLD]
-            self._irregular = IrregularPasses(*told)
+            saved = [client.saving.kept(each) if again else b"" for each in OF_PASSES]
+            self._irregular = IrregularPasses(*saved)
             if self._irregular.forgotten:
                 warn_user(
                     f"rank {client.rank} goes on behind loops over more loaders than are known one "

@@ -108,7 +108,7 @@ REGULAR_ONLY = Record()
 """Of a loader whose passes were all regular."""
 
 
-class Told(msgspec.Struct, array_like=True):
+class Records(msgspec.Struct, array_like=True):
     """What goes out with a step: by the numbers of their loaders, the one without a new pass for
     the longest time first; and how many are forgotten that may have been trained with."""
 
@@ -132,8 +132,8 @@ class IrregularPasses:
     """
 
     def __init__(self, ended: bytes, under_way: bytes) -> None:
-        told = msgspec.msgpack.decode(ended, type=Told) if ended else Told()
-        self._loaders, self.forgotten = told.loaders, told.forgotten
+        records = msgspec.msgpack.decode(ended, type=Records) if ended else Records()
+        self._loaders, self.forgotten = records.loaders, records.forgotten
         self._under_way = msgspec.msgpack.decode(under_way, type=UnderWay) if under_way else {}
         """As it was told last."""
         self._changed = False
@@ -176,7 +176,7 @@ class IrregularPasses:
         if not self._changed:
             return None
         self._changed = False
-        return msgspec.msgpack.encode(Told(self._loaders, self.forgotten))
+        return msgspec.msgpack.encode(Records(self._loaders, self.forgotten))
 
     def pack_under_way(self, passes: Iterable[tuple[int, Irregular]]) -> bytes | None:
         """What is known of those that are not; None: nothing new."""

@@ -85,7 +85,7 @@ class LeasedWork:
     Args:
         name: of the loader, the same on all ranks.
         plan: the same on all ranks. `batches_per_step` may be `AS_WORKER_SAYS`.
-        told: whether `delivered` will be called for each batch.
+        reports_delivery: whether `delivered` will be called for each batch.
         has_others: whether steps of a checkpoint are left that no loader accounts for, and were not
             made with leased ones. Asked before the first lease.
         clock: seconds.
@@ -97,7 +97,7 @@ class LeasedWork:
         name: str,
         plan: LeasePlan,
         *,
-        told: bool,
+        reports_delivery: bool,
         has_others: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +112,7 @@ class LeasedWork:
         self._client = leases.client
         self._connection = leases.client.connection
         self._control = leases.client.connection.control
-        self._told = told
+        self._reports_delivery = reports_delivery
         self._has_others = has_others
         self._clock = clock
         self._turn = 0
@@ -270,7 +270,7 @@ class LeasedWork:
 
     def _await(self) -> bool:
         patience_s = self._client.steps.waits.patience_s
-        holders, changed_s, said = None, self._clock(), False
+        holders, changed_s, warned = None, self._clock(), False
         while not self.retiring:
             if self._ask(WAIT_S, idle=True):
                 return True
@@ -283,20 +283,20 @@ class LeasedWork:
             if waited_s < timeouts.SAY_S and waited_s <= patience_s:
                 continue
             who = ", ".join(f"rank {rank} ({samples} samples)" for rank, samples in holders)
-            told = f"rank {self._client.rank} waits for the end of loader {self.name!r}: " + (
+            text = f"rank {self._client.rank} waits for the end of loader {self.name!r}: " + (
                 f"{who or 'a rank that ended'} has not finished what was leased to it, for "
                 f"{waited_s:.0f} s"
             )
             if waited_s > patience_s:
                 raise Timeout(
-                    told,
+                    text,
                     fix="step with every batch that a leased loader gives, leave its loop with "
                     f"break if you will not, or raise {timeouts.knob_of(True)}",
                 )
-            if not said:
-                said = True
-                told += f"; it {timeouts.up_to(patience_s, timeouts.knob_of(True))}"
-                warn_user(told)
+            if not warned:
+                warned = True
+                text += f"; it {timeouts.up_to(patience_s, timeouts.knob_of(True))}"
+                warn_user(text)
         return False
 
     def _ask(self, wait_s: float, *, idle: bool = False) -> bool:
@@ -329,7 +329,7 @@ class LeasedWork:
         the run's result, if it left its loop before the turn was over.
 
         Raises:
-            ParamServeError: as `Client.drain`. Nothing was said.
+            ParamServeError: as `Client.drain`. Nothing was warned.
         """
         if self.over or self._taken is None:
             return
@@ -358,10 +358,10 @@ class LeasedWork:
                 self._give_back_again()
         self._lease = Leased(0)
         self._pending = deque(islice(self._pending, kept))
-        self._delivered = kept if self._told else 0
+        self._delivered = kept if self._reports_delivery else 0
 
     def _give_back_again(self) -> None:
-        """Repeat what was given back, if the coordinator has not said that it has it."""
+        """Repeat what was given back, if the coordinator has not warned that it has it."""
         if self._gives_back is None:
             return
         (message, number), self._gives_back = self._gives_back, None
@@ -389,7 +389,7 @@ class LeasedWork:
     @property
     def _in_own_steps(self) -> int:
         """Batches of the own steps since the last exchange."""
-        present = self._delivered if self._told else len(self._pending)
+        present = self._delivered if self._reports_delivery else len(self._pending)
         several = self.plan.batches_per_step  # of `every` own steps
         made = [own.since * several // own.every for own in self._optimizers.own_steps]
         return min(present, max(made, default=0))
@@ -397,7 +397,7 @@ class LeasedWork:
     @property
     def _in_step(self) -> int:
         """Batches of the present step."""
-        if self._told:
+        if self._reports_delivery:
             return self._delivered
         if self._optimizers.own_steps:
             return self._in_own_steps

@@ -5,11 +5,11 @@ Each of these is said once, and changes nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from paramserve.client import Client
 from paramserve.errors import warn_user
+from paramserve.logs import write_line
 
 TRAINS_ALONE, TRAINED_ALONE = "trains alone", "trained alone"
 """Reports of a worker that has iterated over a loader with gradients on, and stepped on no group:
@@ -64,12 +64,12 @@ class Notices:
         workers, rank = self._client.connection.workers, self._client.rank
         if rank or self._client.connection.incarnation > 1 or pushes in (1, workers):
             return
-        told = (
-            f"paramserve: DelayedNesterov(pushes={pushes}) renews its momentum after {pushes} "
+        line = (
+            f"DelayedNesterov(pushes={pushes}) renews its momentum after {pushes} "
             f"pushes, and the run has {workers} worker{'s' if workers > 1 else ''}: pushes="
             f"{workers} is what its paper takes"
         )
-        print(f"{told}\n", end="", file=sys.stderr, flush=True)
+        write_line(line)
 
     def nothing_left(self, group: str) -> None:
         """At the end of the function: say where a worker that was started again, or that goes on
@@ -86,11 +86,11 @@ class Notices:
             resumed = client.connection.before > 0
             how = "which goes on from a checkpoint" if resumed else "started again"
             more = ". To train on, give more epochs or steps" if resumed else ""
-            told = (
-                f"paramserve: rank {client.rank}, {how}, had nothing left to do: all {done} steps "
+            line = (
+                f"rank {client.rank}, {how}, had nothing left to do: all {done} steps "
                 f"were done{more}"
             )
-            print(f"{told}\n", end="", file=sys.stderr, flush=True)
+            write_line(line)
 
     def behind_epoch(self, epoch: int) -> None:
         """A loop over `loader.epochs` goes on right behind an epoch whose steps are done: say that
@@ -101,20 +101,20 @@ class Notices:
         rank = self._client.rank
         if rank and self._client.connection.before:
             return  # of a run that goes on, rank 0 says it for all
-        told = (
-            f"paramserve: rank {rank} goes on behind epoch {epoch}, whose steps are done: what "
+        line = (
+            f"rank {rank} goes on behind epoch {epoch}, whose steps are done: what "
             "follows them in the loop, as an evaluation, is not made up for if it was interrupted"
         )
-        print(f"{told}\n", end="", file=sys.stderr, flush=True)
+        write_line(line)
 
     def others_have_stopped(self, epoch: int) -> None:
         """A loop over `loader.epochs` ends at its beginning, since all other ranks have returned
         behind the epoch in which this one died."""
-        told = (
-            f"paramserve: rank {self._client.rank}, started again behind epoch {epoch}, ends its "
+        line = (
+            f"rank {self._client.rank}, started again behind epoch {epoch}, ends its "
             "loop: all other ranks have returned there"
         )
-        print(f"{told}\n", end="", file=sys.stderr, flush=True)
+        write_line(line)
 
     def trains_alone(self) -> None:
         """The function has gone through its batches once, and no server knows of it."""

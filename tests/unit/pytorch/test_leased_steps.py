@@ -168,7 +168,7 @@ def test_speed_counts_own_compute_only() -> None:
     (worker,) = cluster.workers
     now = [0.0]
     plan = LeasePlan(1000, 1, 0, 5, 5, 5, 1, SEED)
-    work = LeasedWork(worker.leases, "w", plan, told=False, clock=lambda: now[0])
+    work = LeasedWork(worker.leases, "w", plan, reports_delivery=False, clock=lambda: now[0])
     work.begin()
     speeds = []
     for compute_s, waited_s in [(9.0, 0.0), (0.5, 3.0), (0.5, 0.0), (1.0, 7.0)]:
@@ -186,7 +186,7 @@ def test_adaptive_batches_go_by_the_speeds_that_steps_had() -> None:
     now = [0.0]
     plan = LeasePlan(10_000, 1, 0, 20, 2, 100, 1, SEED)
     works = [
-        LeasedWork(worker.leases, "w", plan, told=False, clock=lambda: now[0])
+        LeasedWork(worker.leases, "w", plan, reports_delivery=False, clock=lambda: now[0])
         for worker in cluster.workers
     ]
     sizes: list[list[int]] = [[], []]

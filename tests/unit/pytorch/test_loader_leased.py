@@ -521,7 +521,7 @@ def test_leased_holder_that_does_not_go_on_is_named() -> None:
         next(theirs)
     now = [0.0]
     plan = LeasePlan(40, 1, 0, 5, 5, 5, 1, SEED)
-    work = LeasedWork(one.leases, "loader-1", plan, told=False, clock=lambda: now[0])
+    work = LeasedWork(one.leases, "loader-1", plan, reports_delivery=False, clock=lambda: now[0])
     work.begin()
     while work.draw():
         one.client.train()
