@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster, wait_until
-from tests.contract.test_policies import scale
 
 from paramserve.client import BlockPush, Client, Outcome, Ticket
 from paramserve.consistency.built_in import Sync
@@ -115,7 +114,7 @@ def test_worker_restarted_before_its_added_rank_ever_stepped_has_every_gradient_
     cluster = make(1)
     first = define(cluster.client(0))
     step(first)
-    scale(cluster, 2)
+    cluster.scale(2)
     dies(cluster, cluster.client(1))
     each_step_counts(cluster, first, 1)
 

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 from tests.contract.role_cluster import RoleCluster
-from tests.contract.test_policies import scale
 from tests.contract.test_tables import MakeCluster
 from tests.suites import each_case
 
@@ -183,7 +182,7 @@ def test_late_worker_counts_from_the_start_in_a_group_that_comes_later(make: Mad
     cluster = make(1)
     first = define(cluster.client(0))
     tables(first)
-    scale(cluster, 2)
+    cluster.scale(2)
     late = define(cluster.client(1))
     with others_step(first, tables):
         for _ in range(STEPS):
@@ -247,7 +246,7 @@ def test_workers_that_come_late_step_in_both_groups(make: Made, step: Step) -> N
     cluster = make(1)
     first = define(cluster.client(0))
     step(first)
-    scale(cluster, 3)
+    cluster.scale(3)
     late = [define(cluster.client(rank)) for rank in (1, 2)]
     with others_step(first, step) as made, others_step(late[0], step) as its:
         for _ in range(STEPS):
@@ -285,7 +284,7 @@ def test_late_worker_enters_one_group_after_the_other_while_the_others_are_betwe
     thread = threading.Thread(target=steps, args=(first,))
     thread.start()
     assert between.wait(10.0)
-    scale(cluster, 2)
+    cluster.scale(2)
     late = cluster.client(1)
     for name in names:
         define(late, name)
