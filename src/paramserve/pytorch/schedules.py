@@ -120,19 +120,19 @@ class _Named:
     def progress(self, key: str, steps: int) -> Progress:
         """How far it is, before the own step behind so many."""
         position = _position(self.scheduler)
+        kind = type(self.scheduler).__name__
         if position != self.position or not self.packed:
-            kind = type(self.scheduler).__name__
             self.packed = plain.dump(self.scheduler.state_dict(), f"the state of {kind}")
             self.position = position
-        kind = type(self.scheduler).__name__
-        return Progress(key, kind, position, self.rate_at(steps), self.options, self.packed)
+        rate = self.rate_at(position, steps)
+        return Progress(key, kind, position, rate, self.options, self.packed)
 
-    def rate_at(self, steps: int) -> int:
-        """As `Progress.rate`, before the own step behind so many."""
+    def rate_at(self, position: float, steps: int) -> int:
+        """As `Progress.rate`, where it is at this position before the own step behind so many."""
         made = steps - self.since
         # The end of an epoch may lie between the first steps of this worker.
         enough = made > 0 if self.rate is None else made >= _SEVERAL
-        return round((self.position - self.first) / made) if enough else self.rate or 0
+        return round((position - self.first) / made) if enough else self.rate or 0
 
     def load(self, state: bytes) -> None:
         """Be in this state."""
@@ -281,10 +281,16 @@ class Schedules:
         steps = clocks * self._steps_per_clock
         named = [*self._named.values()]
         self._steps += steps
-        if any(self._at - each.since < _SEVERAL and each.rate is None for each in named):
+        seen = len(named) == len(self._positions) and all(
+            self._at - each.since >= _SEVERAL or each.rate is not None for each in named
+        )
+        if not seen:
             self._behind = True
             return
-        goals = [(n.scheduler, n.position + (steps + 1) * n.rate_at(self._at)) for n in named]
+        goals = [
+            (each.scheduler, position + (steps + 1) * each.rate_at(position, self._at))
+            for each, position in zip(named, self._positions, strict=True)
+        ]
         _advance([(each, goal) for each, goal in goals if not _asks(each)])
 
     def _best(self) -> tuple[int, Note] | None:
