@@ -78,23 +78,24 @@ class Saving:
                 self._asked.pop(name, None)
             self._save_with(self)
 
-    def track(
-        self, name: str, state_of: Callable[[], object], load: Callable[[Any], object]
-    ) -> None:
-        """See `Worker.track`.
-
-        Args:
-            load: takes what `state_of` of an older incarnation gave with its last step.
-        """
+    def track(self, name: str, thing: Any) -> None:
+        """See `Worker.track`."""
         self._connection.check()
         _check_name(name)
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise TypeError(
+                    f"worker.track({name!r}) got a {type(thing).__qualname__}, which has no "
+                    f"{method}. Applied: no. To fix: worker.save and worker.saved keep numbers, "
+                    "text, arrays and tensors; an object needs both methods, as torch's have them"
+                )
         key = TRACKED + name
         with self._connection.lock:
             older = None if key in self._asked else self._of_older().get(key)
         if older is not None:
-            load(plain.load(older))
+            thing.load_state_dict(plain.load(older))
         with self._connection.lock:
-            self._ask(key, partial(_asked, f"worker.track({name!r})", state_of))
+            self._ask(key, partial(_asked, f"worker.track({name!r})", thing.state_dict))
             self._save_with(self)
 
     def _ask(self, name: str, function: Callable[[], bytes]) -> None:
@@ -142,9 +143,11 @@ class Saving:
         sizes[name] = len(data)
         if len(sizes) > NAMES_MAX or sum(sizes.values()) > BYTES_MAX:
             if not own:
+                method = "track" if name.startswith(TRACKED) else "save"
                 raise Overloaded(
-                    f"worker.save({name!r}) of {len(data)} bytes makes {sum(sizes.values())} under "
-                    f"{len(sizes)} names: a worker saves at most {BYTES_MAX} under {NAMES_MAX}",
+                    f"worker.{method}({name.removeprefix(TRACKED)!r}) of {len(data)} bytes makes "
+                    f"{sum(sizes.values())} under {len(sizes)} names: a worker saves at most "
+                    f"{BYTES_MAX} under {NAMES_MAX}",
                     applied="no",
                     fix="save what the rest can be made from; an average of the weights of any "
                     "size is a state of a rule (docs/recipes.md#an-average-of-the-weights-ema)",

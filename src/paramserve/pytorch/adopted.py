@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from paramserve.client.encoding import in_words
 from paramserve.config import BUFFERS
@@ -654,10 +655,12 @@ class Adopted(ABC, Generic[B]):
         """Whether another incarnation of this rank may follow."""
         return self._client.connection.restarts
 
-    @property
-    def sends_notes(self) -> bool:
-        """Whether notes on its hyper-parameters go with its steps."""
-        return bool(self._parts)
+    def name_scheduler(self, key: str, scheduler: LRScheduler) -> None:
+        """Have a scheduler come back; raises as `Schedules.name`."""
+        self.unnamed = False
+        if not self._parts:
+            self.schedules.save()
+        self.schedules.name(key, scheduler)
 
     # --- what other optimizers call ---------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from paramserve.pytorch.tables import clip, tensors
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
+    from paramserve.client import Ticket
     from paramserve.client.rows import TablePush
     from paramserve.training.host import Host
 
@@ -105,6 +106,8 @@ class Hybrid(Adopted[AdoptedBlock]):
         """
         if self._registry.begins:
             self._begin_again()
+        if self.schedules.is_saved:
+            self.schedules.before_step(groups)
         factor = reciprocal(grad_scale) if grad_scale is not None else None
         taken: list[TablePush] = []
 
@@ -170,6 +173,10 @@ class Hybrid(Adopted[AdoptedBlock]):
                     leased=True,
                     numbered=self._numbered_rows,
                 )
+
+    def _numbered_rows(self, ticket: Ticket) -> None:
+        super()._numbered_rows(ticket)
+        self.schedules.made(sent=True)
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""

@@ -30,7 +30,7 @@ from paramserve.pytorch.loading import load_given
 from paramserve.pytorch.local import Elastic, LocalStepping, local
 from paramserve.pytorch.registry import Registry
 from paramserve.pytorch.rule_optimizer import RuleOptimizer
-from paramserve.pytorch.schedules import check_schedulers
+from paramserve.pytorch.schedulers import check_schedulers
 from paramserve.pytorch.served import Served
 from paramserve.pytorch.settings import Settings
 from paramserve.pytorch.tracking import look_for_unnamed, name_schedulers
@@ -397,7 +397,7 @@ def adopt(
     with Registry.of(worker).adopting():
         adopted = _started(worker, model, optimizer, settings, dense)
     _become(optimizer, adopted)
-    name_schedulers(worker, adopted, schedulers)
+    name_schedulers(adopted, schedulers)
     if adopted.late:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's mark: it was
     worker.go_on_drawing(first=True)

@@ -14,21 +14,25 @@ then its own schedulers count, stepped as often.
 
 from __future__ import annotations
 
-import inspect
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paramserve.checkpoint import plain
 from paramserve.errors import warn_user
 from paramserve.logs import write_line
 from paramserve.messages import NOTE_BYTES_MAX
+from paramserve.pytorch.schedulers import (
+    NamedScheduler,
+    Pairs,
+    Progress,
+    advance,
+    paired,
+    position_of,
+    replay,
+)
 from paramserve.rules.torch_kinds import ParamGroup
 
 if TYPE_CHECKING:
@@ -38,29 +42,10 @@ Numbers = dict[str, Any]
 _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
-_OF_STEPS = (*("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"),)
-"""Public attributes of torch's schedulers that their steps change."""
+BY_HAND_STEPS = 2
+"""In a row before which the function has set numbers itself: it does so at each step."""
 RATES_SHOWN_MAX = 3
 """Of the parameter groups of an optimizer."""
-_SEVERAL = 2
-"""Steps from which on what a worker has seen itself tells how often a scheduler is stepped."""
-
-
-class Progress(NamedTuple):
-    """How far one scheduler is."""
-
-    key: str
-    """What the function calls it."""
-    kind: str
-    """Name of its class."""
-    position: float
-    """What torch calls `last_epoch`."""
-    rate: int
-    """Calls of its `step` for each step of the optimizer; 0: fewer than one for two."""
-    options: int
-    """A number that others than its options hardly give; 0: it is not torch's."""
-    state: bytes
-    """Its `state_dict`, as `plain.dump` has it."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -98,47 +83,6 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(msgspec.structs.replace(self, groups=groups, common=common))
 
 
-@dataclass
-class _Named:
-    """A scheduler that the function has named.
-
-    Attributes:
-        first: its position when it was named, or when it was last brought to where the group is.
-        since: own steps that were made by then.
-        rate: as an older incarnation knew it; holds for `_SEVERAL` steps.
-        packed: its state at `position`.
-    """
-
-    scheduler: LRScheduler
-    options: int
-    first: float
-    since: int
-    rate: int | None = None
-    position: float = -1.0
-    packed: bytes = b""
-
-    def progress(self, key: str, steps: int) -> Progress:
-        """How far it is, before the own step behind so many."""
-        position = _position(self.scheduler)
-        kind = type(self.scheduler).__name__
-        if position != self.position or not self.packed:
-            self.packed = plain.dump(self.scheduler.state_dict(), f"the state of {kind}")
-            self.position = position
-        rate = self.rate_at(position, steps)
-        return Progress(key, kind, position, rate, self.options, self.packed)
-
-    def rate_at(self, position: float, steps: int) -> int:
-        """As `Progress.rate`, where it is at this position before the own step behind so many."""
-        made = steps - self.since
-        # The end of an epoch may lie between the first steps of this worker.
-        enough = made > 0 if self.rate is None else made >= _SEVERAL
-        return round((position - self.first) / made) if enough else self.rate or 0
-
-    def load(self, state: bytes) -> None:
-        """Be in this state."""
-        self.scheduler.load_state_dict(plain.load(state))
-
-
 class Schedules:
     """The hyper-parameters and the named schedulers of one adopted optimizer.
 
@@ -165,8 +109,14 @@ class Schedules:
         self._groups: Sequence[ParamGroup] = ()
         self._taken: list[Numbers] | None = None
         """Numbers that `start` has left: the function has not changed them since, if they stand."""
-        self._named: dict[str, _Named] = {}
-        """By what the function calls them."""
+        self._named: list[NamedScheduler] = []
+        self._as_named: list[Numbers] = []
+        """Numbers when the last of them was named."""
+        self._caught_up_at = 0
+        self._unmatched: list[Progress] = []
+        """Of the note that this worker has caught up by: no scheduler was named for these yet."""
+        self._saved = False
+        """Whether notes are this rank's own, saved with its steps: no group carries them."""
         self._steps = 0
         self._at = 0
         """Steps before the one that `before_step` was called for last."""
@@ -185,9 +135,43 @@ class Schedules:
         """Whether a note was too long."""
 
     def name(self, key: str, scheduler: LRScheduler) -> None:
-        """Send a scheduler's state with the steps, and have it where the group is."""
-        options = _options(scheduler)
-        self._named[key] = _Named(scheduler, options, _position(scheduler), self._steps)
+        """Send a scheduler's state with the steps, and have it where the group is; it takes the
+        place of one that was called so, and of its own older name.
+
+        Raises:
+            TypeError: its state cannot be stored without pickling.
+        """
+        added = NamedScheduler(key, scheduler, position_of(scheduler), self._steps)
+        added.progress(self._steps)
+        parts = [id(each) for each in vars(scheduler).get("_schedulers", ())]
+        self._named = [
+            each
+            for each in self._named
+            if each.key != key and id(each.scheduler) not in (id(scheduler), *parts)
+        ]
+        whole = [vars(each.scheduler).get("_schedulers", ()) for each in self._named]
+        if any(scheduler is part for parts_of in whole for part in parts_of):
+            return  # it comes back with the one that steps it
+        self._named.append(added)
+        self._as_named = _numbers(
+            scheduler.optimizer.param_groups if hasattr(scheduler, "optimizer") else ()
+        )
+        self._find_late(added)
+
+    def save(self) -> None:
+        """Save notes with this rank's steps, where no group carries them."""
+        if not self._saved:
+            self._saved = True
+            self._client.saving.ask(self._key, lambda: self.note() or None)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether notes are saved with this rank's steps."""
+        return self._saved
+
+    @property
+    def _key(self) -> str:
+        return f"schedules of {self._group}"
 
     def start(self, groups: Sequence[ParamGroup]) -> None:
         """Where the others were first, take the group's hyper-parameters, if no named scheduler
@@ -212,10 +196,11 @@ class Schedules:
         self._at = self._steps
         if self._behind:
             self._behind = False
+            self._caught_up_at = self._steps
             self._catch_up(groups)
             self._quick = None
         quick = [[group.get(name) for name in _QUICK] for group in groups]
-        positions = [_position(each.scheduler) for each in self._named.values()]
+        positions = [each.position for each in self._named]
         if self._quick is None or quick == self._quick or positions != self._positions:
             self._by_hand = 0
         else:
@@ -244,12 +229,14 @@ class Schedules:
             return b""
         steps = self._client.steps
         progress, numbers = self._progress(), tuple(_numbers(self._groups))
-        by_hand = self._by_hand >= _SEVERAL
+        by_hand = self._by_hand >= BY_HAND_STEPS
         note = Note(progress, numbers, epochs=steps.epochs, run=steps.run, by_hand=by_hand)
         if note == self._told:
             return b""
         self._telling = note
         packed = note.packed()
+        if len(packed) > NOTE_BYTES_MAX and progress:
+            packed = self._without_states(note).packed()
         if len(packed) <= NOTE_BYTES_MAX:
             return packed
         if not self._warned:
@@ -262,12 +249,25 @@ class Schedules:
             )
         return b""
 
+    def _without_states(self, note: Note) -> Note:
+        """A note that is too long, with the positions of schedulers only."""
+        if not self._warned:
+            self._warned = True
+            sizes = ", ".join(f"{len(each.state)} of {each.kind}" for each in note.schedulers)
+            warn_user(
+                f"the states of the schedulers of group {self._group!r} are too large to go with "
+                f"its steps: {sizes} bytes, the most are {NOTE_BYTES_MAX} together. A worker that "
+                "is started again steps its own schedulers as often as these were"
+            )
+        bare = tuple(each._replace(state=b"") for each in note.schedulers)
+        return msgspec.structs.replace(note, schedulers=bare)
+
     def sent(self) -> None:
         """The last `note` has gone out: of a step that is refused the next one tells again."""
         self._told = self._telling
 
     def _progress(self) -> tuple[Progress, ...]:
-        return tuple(each.progress(key, self._at) for key, each in self._named.items())
+        return tuple(each.progress(self._at) for each in self._named)
 
     # --- catching up ------------------------------------------------------------------------------
 
@@ -278,23 +278,23 @@ class Schedules:
 
         Before this worker has seen how often each is stepped, the others' notes tell it.
         """
-        steps = clocks * self._steps_per_clock
-        named = [*self._named.values()]
+        steps, named = clocks * self._steps_per_clock, self._named
         self._steps += steps
-        seen = len(named) == len(self._positions) and all(
-            self._at - each.since >= _SEVERAL or each.rate is not None for each in named
-        )
-        if not seen:
+        if len(named) != len(self._positions) or not all(each.seen(self._at) for each in named):
             self._behind = True
             return
         goals = [
             (each.scheduler, position + (steps + 1) * each.rate_at(position, self._at))
             for each, position in zip(named, self._positions, strict=True)
+            if not each.asks
         ]
-        _advance([(each, goal) for each, goal in goals if not _asks(each)])
+        advance(goals)
 
     def _best(self) -> tuple[int, Note] | None:
         """The note to go by, and how many own steps after it the next one is."""
+        if self._saved:
+            older = self._client.saving.older(self._key)
+            return (1, _unpacked(older)) if older else None
         told = self._client.dense.notes(self._group)
         if not told:
             return None
@@ -327,37 +327,92 @@ class Schedules:
                 if note.by_hand and ahead > 0:
                     self._warn_by_hand()
             return
-        ours = {key: type(each.scheduler).__name__ for key, each in self._named.items()}
-        theirs = {each.key: each.kind for each in note.schedulers}
-        if ours == theirs:
-            self._replay(groups, note, ahead)
-        elif self._same(note) or not any(_position(n.scheduler) for n in self._named.values()):
-            self._take(groups, note, f"{_called(theirs)} there, {_called(ours)} here")
-        else:
-            self._tell_other(groups, note)
-        for each in self._named.values():
-            each.position = each.first = _position(each.scheduler)
-            each.since, each.packed = self._steps, b""
+        pairs, ours, theirs = paired(self._named, note.schedulers)
+        self._unmatched = theirs
+        by_hand = self._set_by_hand(groups)
+        if pairs:
+            self._replay(groups, note, ahead, pairs)
+        if ours or theirs:
+            if self._same(note) or not any(each.position for each in ours):
+                self._take(groups, note, ours, theirs)
+            else:
+                self._tell_other(groups, note)
+        for group, numbers in zip(groups, by_hand, strict=True):
+            _install([group], [numbers])
+        for each in self._named:
+            each.first, each.since = each.position, self._steps
 
-    def _replay(self, groups: Sequence[ParamGroup], note: Note, ahead: int) -> None:
+    def _set_by_hand(self, groups: Sequence[ParamGroup]) -> list[Numbers]:
+        """What of each group the function has set itself since it has named the schedulers: where
+        it has not stepped them."""
+        if len(self._as_named) != len(groups) or any(n.position != n.first for n in self._named):
+            return [{} for _ in groups]
+        pairs = zip(_numbers(groups), self._as_named, strict=True)
+        return [{k: v for k, v in now.items() if before.get(k) != v} for now, before in pairs]
+
+    def _replay(self, groups: Sequence[ParamGroup], note: Note, ahead: int, pairs: Pairs) -> None:
         """Have the named schedulers where they were at the note, and then step them on to the
         present step."""
-        pairs = [(self._named[each.key], each) for each in note.schedulers]
-        at_note = ahead >= 0 and all(_position(n.scheduler) <= p.position for n, p in pairs)
-        other = not self._same(note) and any(0 != p.options != n.options for n, p in pairs)
-        if at_note and not other:
-            for named, progress in pairs:
-                named.load(progress.state)
-            _install(groups, note.numbers)
-        elif ahead >= 0:  # the function has other ones, or has stepped them further by itself
-            _advance([(n.scheduler, p.position) for n, p in pairs if not _asks(n.scheduler)])
-        if other:
-            self._tell_other(groups, note)
+        reached = [named.position for named, _ in pairs]
         ended = self._client.steps.epochs - note.epochs if note.epochs else 0  # others may be ahead
-        goals = [(n, p.position + (ahead * p.rate if p.rate else ended)) for n, p in pairs]
-        _advance([(n.scheduler, goal) for n, goal in goals if not _asks(n.scheduler)])
+        only_asks = all(named.asks for named, _ in pairs)
+        if not self._same(note) and any(named.differs(progress) for named, progress in pairs):
+            for named, progress in pairs:
+                if named.asks:
+                    named.load(progress, own_options=True)
+            advance([(n.scheduler, p.position) for n, p in pairs if not n.asks])
+            if only_asks:
+                _install(groups, note.numbers)
+            self._tell_other(groups, note)
+        elif (ahead >= 0 or any(named.asks for named, _ in pairs)) and replay(pairs):
+            _install(groups, note.numbers)
+            self._warn_of_calls(pairs, reached, ahead, ended)
+        goals = [
+            (named.scheduler, max(progress.position + (ahead * progress.rate or ended), at))
+            for (named, progress), at in zip(pairs, reached, strict=True)
+            if not named.asks
+        ]
+        advance(goals)
         for named, progress in pairs:
             named.rate = progress.rate
+
+    def _warn_of_calls(
+        self, pairs: Pairs, reached: Sequence[float], ahead: int, ended: int
+    ) -> None:
+        """Warn where calls of schedulers are not made up for.
+
+        Args:
+            reached: their positions before they were where the note has them.
+        """
+        missing = [
+            named.kind
+            for (named, progress), at in zip(pairs, reached, strict=True)
+            if ahead > 0
+            and (
+                (named.asks and (progress.rate or ended > 0 or 0 < at < progress.position))
+                or not named.tells_position
+            )
+        ]
+        if missing:
+            warn_user(
+                f"rank {self._rank} goes on with {', '.join(missing)} as of the last step that "
+                "told its state. Calls of it behind that step, or before this one, are not in it: "
+                "only the function has what they are given. To fix: where it takes a metric, call "
+                "it behind each epoch of a loop over range(epochs), with worker.all_reduce(metric)"
+            )
+
+    def _find_late(self, added: NamedScheduler) -> None:
+        """A scheduler is named when this worker has caught up: have it where the group is."""
+        pairs, _, _ = paired([added], self._unmatched)
+        for named, progress in pairs:
+            self._unmatched.remove(progress)
+            named.load(progress)
+            named.rate = progress.rate
+            if not named.asks:
+                optimizer: Any = named.scheduler.optimizer
+                optimizer._opt_called = True  # torch's mark: it has stepped
+                goal = progress.position + (self._steps - self._caught_up_at) * progress.rate
+                advance([(named.scheduler, goal)])
 
     def _same(self, note: Note) -> bool:
         """Whether a note is of this run, so that its function is this one."""
@@ -383,104 +438,41 @@ class Schedules:
             'worker.clock, as in optimizer.param_groups[0]["lr"] = rate(worker.clock)'
         )
 
-    def _take(self, groups: Sequence[ParamGroup], note: Note, why: str) -> None:
-        _install(groups, note.numbers)
-        for each in self._named.values():
-            each.scheduler._last_lr = [
-                group["lr"] for group in each.scheduler.optimizer.param_groups
-            ]
+    def _take(
+        self,
+        groups: Sequence[ParamGroup],
+        note: Note,
+        ours: Sequence[NamedScheduler],
+        theirs: Sequence[Progress],
+    ) -> None:
+        """Go on with the group's hyper-parameters: other schedulers are named than before.
+
+        Args:
+            ours, theirs: what was named on one side only.
+        """
+        if ours or len(theirs) == len(note.schedulers):
+            _install(groups, note.numbers)
+        for each in ours:
+            each.scheduler._last_lr = [group["lr"] for group in groups]
         warn_user(
             f"rank {self._rank} goes on with the hyper-parameters of group {self._group!r}, and "
-            f"its schedulers are not where they were, for others are named: {why}. From here on "
-            "they go on from these hyper-parameters. To fix: name the same schedulers in each "
-            "incarnation, worker.optimizer(..., schedulers=[scheduler])"
+            f"not all its schedulers are where they were: named are {_called(ours)} here, and "
+            f"{_called(theirs)} there. To fix: name the same schedulers in each incarnation, "
+            "before the first step, as in worker.optimizer(..., schedulers=[scheduler])"
         )
 
 
-def check_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
-    """Refuse what cannot be named as a scheduler of an optimizer.
-
-    Raises:
-        TypeError: it is no sequence of schedulers of torch.
-        ValueError: one is of another optimizer.
-    """
-    if not isinstance(schedulers, Sequence) or isinstance(schedulers, str):
-        raise TypeError(f"schedulers is a list, as in schedulers=[scheduler], not {schedulers!r}")
-    for each in schedulers:
-        if not isinstance(each, LRScheduler):
-            raise TypeError(
-                f"schedulers are of torch.optim.lr_scheduler, and this is a {type(each).__name__}. "
-                'To fix: worker.track("name", ...) brings back what has a state_dict'
-            )
-        if getattr(each, "optimizer", optimizer) is not optimizer:
-            raise ValueError(
-                f"a {type(each).__name__} was given that is one of another optimizer. To fix: make "
-                "it from the optimizer that worker.optimizer(...) is given"
-            )
+def _called(named: Sequence[NamedScheduler] | Sequence[Progress]) -> str:
+    return ", ".join(f"{each.kind} ({each.key!r})" for each in named) or "no others"
 
 
 def _unpacked(note: bytes) -> Note:
     return msgspec.msgpack.decode(note, type=Note)
 
 
-def _called(schedulers: Mapping[str, str]) -> str:
-    return ", ".join(schedulers.values()) or "none"
-
-
 def _shown(rates: Sequence[float]) -> str:
     more = ", ..." if len(rates) > RATES_SHOWN_MAX else ""
     return ", ".join(f"{each:.4g}" for each in rates[:RATES_SHOWN_MAX]) + more
-
-
-def _position(scheduler: LRScheduler) -> float:
-    parts = vars(scheduler).get("_schedulers")
-    while "last_epoch" not in vars(scheduler) and parts:
-        scheduler = parts[0]
-        parts = vars(scheduler).get("_schedulers")
-    found: float = vars(scheduler).get("last_epoch", 0)
-    return found
-
-
-def _options(scheduler: LRScheduler) -> int:
-    """As `Progress.options`: of the numbers and words that its `step` does not change."""
-    parts = vars(scheduler).get("_schedulers", ())
-    if parts:  # of a chain, or one after the other
-        return zlib.crc32(repr([_options(each) for each in parts]).encode())
-    if type(scheduler).__module__ != LRScheduler.__module__:
-        return 0
-    told = {
-        name: sorted(value.items()) if isinstance(value, dict) else value
-        for name, value in vars(scheduler).items()
-        if name not in _OF_STEPS and not name.startswith("_") and _is_plain(value)
-    }
-    return zlib.crc32(repr(sorted(told.items())).encode())
-
-
-def _is_plain(value: object) -> bool:
-    """Whether its text is the same in another process."""
-    parts = value if isinstance(value, list | tuple | dict) else (value,)
-    return all(isinstance(each, int | float | str) for each in parts)
-
-
-def _asks(scheduler: LRScheduler) -> bool:
-    """Whether its `step` wants an argument."""
-    needed = inspect.signature(scheduler.step).parameters.values()
-    return any(
-        each.default is each.empty
-        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        for each in needed
-    )
-
-
-def _advance(goals: Sequence[tuple[LRScheduler, float]]) -> None:
-    """Step schedulers, in turns, until each is at its position."""
-    left = list(goals)
-    while left := [(each, goal) for each, goal in left if _position(each) < goal]:
-        for each, _ in left:
-            before = _position(each)
-            each.step()
-            if _position(each) <= before:
-                return  # it counts in another way: the group's hyper-parameters have to do
 
 
 def _numbers(groups: Sequence[ParamGroup]) -> list[Numbers]:

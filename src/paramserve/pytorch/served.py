@@ -126,10 +126,10 @@ class Served(Adopted[ServedBlock]):
             self._forget(keep=self._stay)
         client = self._client
         note = {}
-        if self._parts:
+        if self._parts or self.schedules.is_saved:
             self.schedules.before_step(groups)
-            if told := self.schedules.note():
-                note["note"] = told
+        if self._parts and (told := self.schedules.note()):
+            note["note"] = told
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
             self._send((), self.tables.nothing(), weight=weight, skip=True, **note)
@@ -170,8 +170,7 @@ class Served(Adopted[ServedBlock]):
 
     def _numbered_rows(self, ticket: Ticket) -> None:
         super()._numbered_rows(ticket)
-        if self._parts:
-            self.schedules.made(sent=True)
+        self.schedules.made(sent=True)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -294,15 +295,20 @@ class Worker:
         Args:
             name: of this object in each incarnation; another object takes the place of one that had
                 the name.
-            thing: its state holds what `save` takes, and counts in the sizes said there.
+            thing: its state holds what `save` takes, and counts in the sizes said there; those of
+                an optimizer's schedulers have 64 KiB together.
         Raises:
             TypeError: it lacks one of the methods, or its state cannot be stored without pickling.
-                Later states raise in the step, which is not made. Nothing was changed.
-            Overloaded: as `save`.
+            ValueError: it is a scheduler of an optimizer that the worker does not step yet.
+            Overloaded: as `save`. In all cases nothing was changed. A later state raises the first
+                or the last in the step, which is not made.
         """
-        from paramserve.pytorch.tracking import track
+        if "torch" in sys.modules:
+            from paramserve.pytorch.tracking import track_scheduler
 
-        track(self, name, thing)
+            if track_scheduler(name, thing):
+                return
+        self.client.saving.track(name, thing)
 
     def print0(self, *values: object, sep: str = " ", end: str = "\n", flush: bool = True) -> None:
         """`print` on rank 0, and nothing on the others."""
