@@ -1,11 +1,11 @@
-"""Write docs/api.md and docs/reference.md from the docstrings of the public names.
+"""Write docs/reference.md from the docstrings of the public names.
 
-api.md is the index: every public name with the summary of its docstring, but the errors, which
-docs/troubleshooting.md lists. reference.md has all of each docstring: signature, arguments,
-results, errors, and the methods of the objects that users are given; and the tables of settings and
-of events of the log. Run `python docs/write_api.py` after a change of a public
-docstring; tests/api/test_docs.py compares the pages with what this writes. A public name without
-a docstring, and an error that docs/troubleshooting.md does not explain, are refused.
+It begins with an index: every public name with the summary of its docstring, but the errors, which
+docs/troubleshooting.md lists. Then comes all of each docstring: signature, arguments, results,
+errors, and the methods of the objects that users are given; and the tables of settings and of
+events of the log. Run `python docs/write_api.py` after a change of a public docstring;
+tests/api/test_docs.py compares the page with what this writes. A public name without a docstring,
+and an error that docs/troubleshooting.md does not explain, are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from paramserve.cli.settings import meanings
 from paramserve.logs import EVENTS
 from paramserve.pytorch.loader import Loader
 
-PAGE = Path(__file__).with_name("api.md")
 REFERENCE = Path(__file__).with_name("reference.md")
 TROUBLES = Path(__file__).with_name("troubleshooting.md")
 HEADINGS = {
@@ -98,15 +97,11 @@ TO_DERIVE_FROM = {"Policy", "CustomRule", "Reporter"}
 INTRODUCTION = """\
 # API reference
 
-Every public name of `import paramserve as ps`, with the summary of its docstring. The name leads to
-the whole of it: signature, arguments, promises and errors, as `help(ps.run)` prints them. The main
-methods are in the [reference](reference.md).
-"""
-REFERENCE_INTRODUCTION = """\
-# Reference
+Written from the docstrings by `python docs/write_api.py`; `help(ps.run)` prints the same. The index
+has every public name of `import paramserve as ps` with one line. The name leads to the whole:
+signature, arguments, promises and errors.
 
-Written from the docstrings by `python docs/write_api.py`. The [index](api.md) has one line for each
-name.
+## Index
 """
 ERRORS = """\
 [Troubleshooting](troubleshooting.md#by-error) lists all of them, with cause and cure.
@@ -167,22 +162,23 @@ def undocumented(names: list[Name]) -> Iterator[str]:
                     yield f"{name.written}.{member}"
 
 
-def page() -> str:
-    """The text of docs/api.md."""
+def index() -> str:
+    """A row for each public name, by part."""
     rows: dict[str, list[str]] = {part: [] for part in HEADINGS}
     for name in public_names():
-        link = f"[`{name.written}`](reference.md#{anchor(name.written)})"
+        link = f"[`{name.written}`](#{anchor(name.written)})"
         if not name.written.startswith(INDEXED_ELSEWHERE):
             rows[name.part].append(f"| {link} | {_summary(name.thing)} |")
-    lines = [INTRODUCTION]
+    lines = []
     for part, heading in HEADINGS.items():
-        lines += [f"## {heading}", "", "| name | is |", "|---|---|", *rows[part], ""]
+        to = anchor(heading.replace(" ", "-"))
+        lines += [f"**[{heading}](#{to})**", "", "| name | is |", "|---|---|", *rows[part], ""]
     return "\n".join([*lines, ERRORS])
 
 
 def reference() -> str:
     """The text of docs/reference.md."""
-    lines, part = [REFERENCE_INTRODUCTION], ""
+    lines, part = [INTRODUCTION, index()], ""
     for name in public_names():
         if inspect.ismodule(name.thing):
             lines += [f"### `{name.written}`", "", _summary(name.thing), ""]
@@ -428,20 +424,16 @@ def _summary(thing: object) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
-PAGES: dict[Path, Callable[[], str]] = {PAGE: page, REFERENCE: reference}
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Write the pages, or look whether they are as they would be written."""
+    """Write the page, or look whether it is as it would be written."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if they differ")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     check = parser.parse_args(argv).check
-    texts = {path: text() for path, text in PAGES.items()}
-    old = [path.name for path, text in texts.items() if path.read_text() != text]
-    if check and old:
-        sys.exit(f"{' and '.join(old)} differ from the docstrings. Run: python docs/write_api.py")
-    for path, text in () if check else texts.items():
-        path.write_text(text)
+    text = reference()
+    if not check:
+        REFERENCE.write_text(text)
+    elif REFERENCE.read_text() != text:
+        sys.exit(f"{REFERENCE.name} differs from the docstrings. Run: python docs/write_api.py")
 
 
 if __name__ == "__main__":
