@@ -100,7 +100,7 @@ class NamedScheduler:
         enough = made > 0 if self.rate is None else made >= _SEVERAL
         return round((position - self.first) / made) if enough else self.rate or 0
 
-    def seen(self, steps: int) -> bool:
+    def tells_rate(self, steps: int) -> bool:
         """Whether `rate_at` tells how often it is stepped, before the own step behind so many."""
         return self.rate is not None or steps - self.since >= _SEVERAL
 
@@ -136,18 +136,18 @@ def paired(
     pairs = []
     for by_key in (True, False):
         for each in list(ours):
-            for told in theirs:
-                if told.kind == each.kind and (told.key == each.key or not by_key):
-                    pairs.append((each, told))
-                    ours.remove(each)
-                    theirs.remove(told)
-                    break
+            fits = (p for p in theirs if p.kind == each.kind and (p.key == each.key or not by_key))
+            match = next(fits, None)
+            if match is not None:
+                pairs.append((each, match))
+                ours.remove(each)
+                theirs.remove(match)
     return pairs, ours, theirs
 
 
 def replay(pairs: Pairs) -> bool:
     """Have schedulers where a step told; whether the hyper-parameters are to be that step's, and
-    have to be taken before `repeat`.
+    have to be taken before they are stepped on.
 
     Where the function has stepped all of them as far by itself, and some further, it has made all
     the calls, and they stay.

@@ -107,7 +107,7 @@ class Schedules:
         self._behind = late
         self._steps_per_clock = steps_per_clock
         self._groups: Sequence[ParamGroup] = ()
-        self._taken: list[Numbers] | None = None
+        self._as_started: list[Numbers] | None = None
         """Numbers that `start` has left: the function has not changed them since, if they stand."""
         self._named: list[NamedScheduler] = []
         self._as_named: list[Numbers] = []
@@ -128,9 +128,9 @@ class Schedules:
         """Whether numbers had changed before a step, and no named scheduler was stepped."""
         self._by_hand = 0
         """Steps in a row before which that was so."""
-        self._told: Note | None = None
+        self._last_note: Note | None = None
         """What the last step that was sent has told."""
-        self._telling: Note | None = None
+        self._next_note: Note | None = None
         self._warned = False
         """Whether a note was too long."""
 
@@ -180,7 +180,7 @@ class Schedules:
             found = self._best()
             if found is not None and not found[1].schedulers:
                 _install(groups, found[1].numbers)
-            self._taken = _numbers(groups)
+            self._as_started = _numbers(groups)
 
     def behind(self) -> None:
         """This worker took no part for a while: it goes on where the others are."""
@@ -216,7 +216,7 @@ class Schedules:
         """
         self._steps += 1
         if sent:
-            self._told = self._telling
+            self._last_note = self._next_note
 
     def note(self) -> bytes:
         """Of the step of the last `before_step`; empty if it says what was sent last.
@@ -224,16 +224,16 @@ class Schedules:
         Raises:
             TypeError: the state of a named scheduler cannot be stored without pickling.
         """
-        self._telling = self._told
-        if not (self._told or self._named or self._changed):
+        self._next_note = self._last_note
+        if not (self._last_note or self._named or self._changed):
             return b""
         steps = self._client.steps
         progress, numbers = self._progress(), tuple(_numbers(self._groups))
         by_hand = self._by_hand >= BY_HAND_STEPS
         note = Note(progress, numbers, epochs=steps.epochs, run=steps.run, by_hand=by_hand)
-        if note == self._told:
+        if note == self._last_note:
             return b""
-        self._telling = note
+        self._next_note = note
         packed = note.packed()
         if len(packed) > NOTE_BYTES_MAX and progress:
             packed = self._without_states(note).packed()
@@ -264,7 +264,7 @@ class Schedules:
 
     def sent(self) -> None:
         """The last `note` has gone out: of a step that is refused the next one tells again."""
-        self._told = self._telling
+        self._last_note = self._next_note
 
     def _progress(self) -> tuple[Progress, ...]:
         return tuple(each.progress(self._at) for each in self._named)
@@ -280,7 +280,9 @@ class Schedules:
         """
         steps, named = clocks * self._steps_per_clock, self._named
         self._steps += steps
-        if len(named) != len(self._positions) or not all(each.seen(self._at) for each in named):
+        if len(named) != len(self._positions) or not all(
+            each.tells_rate(self._at) for each in named
+        ):
             self._behind = True
             return
         goals = [
@@ -295,10 +297,10 @@ class Schedules:
         if self._saved:
             older = self._client.saving.older(self._key)
             return (1, _unpacked(older)) if older else None
-        told = self._client.dense.notes(self._group)
-        if not told:
+        by_rank = self._client.dense.notes(self._group)
+        if not by_rank:
             return None
-        notes = {rank: max(by_clock.items()) for rank, by_clock in told.items()}
+        notes = {rank: max(by_clock.items()) for rank, by_clock in by_rank.items()}
         if self._rank in notes and not self._same(own := _unpacked(notes[self._rank][1])):
             # The run goes on from a checkpoint: by its notes, also where another rank is quicker
             # and has told of a step of this run.
@@ -322,7 +324,7 @@ class Schedules:
             return
         ahead, note = found
         if not note.schedulers:
-            if self._taken == _numbers(groups):
+            if self._as_started == _numbers(groups):
                 _install(groups, note.numbers)
                 if note.by_hand and ahead > 0:
                     self._warn_by_hand()
