@@ -190,6 +190,12 @@ def test_state_that_cannot_be_stored_is_refused_where_it_is_named(
         halved = schedulers.LambdaLR(own, Halve())
         with pytest.raises(TypeError, match=r"state of LambdaLR.*lock"):
             worker.optimizer(model, own, schedulers=[halved])
+        assert type(own) is SGD, "nothing was adopted"
+        optimizer = worker.optimizer(model, own)
+        with pytest.raises(TypeError, match=r"state of LambdaLR.*lock"):
+            worker.track("halved", halved)
+        with pytest.warns(UserWarning, match="was not named"):
+            step(model, optimizer)
 
     Ranks(make_cluster("unix", workers=1, restarts=True), train).start(0).end()
 

@@ -657,10 +657,10 @@ class Adopted(ABC, Generic[B]):
 
     def name_scheduler(self, key: str, scheduler: LRScheduler) -> None:
         """Have a scheduler come back; raises as `Schedules.name`."""
+        self.schedules.name(key, scheduler)
         self.unnamed = False
         if not self._parts:
             self.schedules.save()
-        self.schedules.name(key, scheduler)
 
     # --- what other optimizers call ---------------------------------------------------------------
 

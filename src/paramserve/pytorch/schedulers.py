@@ -208,7 +208,8 @@ def check_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
     """Refuse what cannot be named as a scheduler of an optimizer.
 
     Raises:
-        TypeError: it is no sequence of schedulers of torch.
+        TypeError: it is no sequence of schedulers of torch, or the state of one cannot be stored
+            without pickling.
         ValueError: one is of another optimizer.
     """
     if not isinstance(schedulers, Sequence) or isinstance(schedulers, str):
@@ -224,3 +225,4 @@ def check_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
                 f"a {type(each).__name__} was given that is one of another optimizer. To fix: make "
                 "it from the optimizer that worker.optimizer(...) is given"
             )
+        NamedScheduler("", each, 0.0, 0).progress(0)
