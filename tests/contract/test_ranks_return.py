@@ -79,7 +79,7 @@ class Program:
             in_turn = "turn" in self.case.loop
             for each in optimizers[number % 2 :][:1] if in_turn else optimizers:
                 each.step()
-        return own(model), results, worker._position.seen
+        return own(model), results, worker._position.last_call
 
     def _events(self, worker: ps.Worker) -> Iterator[tuple[bool, int]]:
         """Collectives (True) and steps, each with its number."""

@@ -91,7 +91,7 @@ class Steps(ClientClocks):
         self.versions: dict[int, list[int]] = {}
         self.first = True
         self.resumed: dict[str, int] = {}
-        self.made: dict[str, int] = {}
+        self.steps_made: dict[str, int] = {}
         self.overtaken: dict[str, int] = {}
         self.repeated = 0
         self.staged = Staging()
@@ -147,7 +147,7 @@ class Steps(ClientClocks):
             if ended and max(ended) < found.clock:
                 self.overtaken[name] = max(ended)
             member = any(r == self._rank for each in by_name[name] for r, _ in each.clocks)
-            self.made[name] = found.clock if member else max(ended, default=0)
+            self.steps_made[name] = found.clock if member else max(ended, default=0)
         self._found = frozenset(by_name)
         self.first = self.first and not returned
         late = by_name.keys() if returned else not_joined(reports, self._rank)

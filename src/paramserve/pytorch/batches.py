@@ -44,7 +44,7 @@ from paramserve.pytorch.embedding import KeyedModule
 from paramserve.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from paramserve.training.host import Host, Kept
+    from paramserve.training.host import Host, PassesByDataset
 
 _OWN = ("sampler", "batch_sampler", "drop_last")
 """DataLoader options that decide who gets which samples: they are the loader's own."""
@@ -162,7 +162,7 @@ slots); the one whose loader was made longest ago goes first. The others go when
 function has dropped them."""
 
 
-def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
+def shared(kept: PassesByDataset, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
     """What loaders of this dataset with these arguments have in common.
 
     Args:
@@ -185,7 +185,9 @@ def shared(kept: Kept, dataset: Any, arguments: Hashable, make: Callable[[], T])
     return result
 
 
-def _anchors(kept: Kept, key: tuple[int, ...], known_by: tuple[Any, ...]) -> tuple[Any, ...]:
+def _anchors(
+    kept: PassesByDataset, key: tuple[int, ...], known_by: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """What the entry holds of these objects, so that it goes before an identity is used again."""
 
     def drop(_: object) -> None:

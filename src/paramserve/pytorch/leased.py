@@ -27,7 +27,7 @@ from paramserve.pytorch.batches import (
     shared,
     size_of,
 )
-from paramserve.training.leases import AS_WORKER_SAYS, Drawn, LeasedWork
+from paramserve.training.leases import AS_WORKER_SAYS, DrawnBatch, LeasedWork
 
 if TYPE_CHECKING:
     from paramserve.training.host import Host
@@ -44,7 +44,7 @@ class _Order:
         self._seed = plan.order
         self._kept: dict[int, npt.NDArray[np.int64]] = {}
 
-    def indices(self, drawn: Drawn) -> npt.NDArray[np.int64]:
+    def indices(self, drawn: DrawnBatch) -> npt.NDArray[np.int64]:
         """[drawn.stop - drawn.start]."""
         if self._seed < 0:
             return np.arange(drawn.start, drawn.stop, dtype=np.int64)

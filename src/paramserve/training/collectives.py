@@ -86,7 +86,7 @@ class Collectives:
                 array.dtype.name,
                 array.shape,
                 value,
-                self._position.seen,
+                self._position.last_call,
                 place.steps,
                 wait_s,
                 last,
@@ -101,7 +101,7 @@ class Collectives:
             )
             reply = self._connection.control.call(message, AllReduced, timeout_s=wait_s)
             if reply.ended:
-                self._position.seen = reply.number
+                self._position.last_call = reply.number
                 if reply.missing and op not in (BARRIER, RANK0):
                     self._warn_without(what, reply.missing)
                 return reply
@@ -142,9 +142,9 @@ def _ranks(missing: Sequence[Missing], clocks: Mapping[int, int]) -> str:
     Args:
         clocks: where each was when it was asked for first.
     """
-    shown = [_rank(each, clocks[each.rank]) for each in missing[: timeouts.RANKS_SHOWN_MAX]]
-    more = len(missing) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "") or "the coordinator"
+    names = [_rank(each, clocks[each.rank]) for each in missing[: timeouts.RANKS_SHOWN_MAX]]
+    more = len(missing) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "") or "the coordinator"
 
 
 def _rank(each: Missing, clock: int) -> str:
@@ -194,14 +194,14 @@ def _pack_tensor(value: Any, op: str) -> Packed:
     kind = value.dtype if value.dtype is not torch.bool else torch.int64
     if op == "mean" and not value.is_floating_point():
         kind = torch.get_default_dtype()
-    taken = value.detach().cpu()
+    tensor = value.detach().cpu()
     if value.is_floating_point() and value.dtype is not torch.float64:
-        taken = taken.float()  # numpy has no bfloat16
+        tensor = tensor.float()  # numpy has no bfloat16
 
     def restore(result: Array) -> Any:
         return torch.from_numpy(result).to(device=value.device, dtype=kind)
 
-    return Packed(_plain(taken.numpy(), op), restore)
+    return Packed(_plain(tensor.numpy(), op), restore)
 
 
 def _plain(array: Array, op: str) -> Array:
@@ -209,9 +209,9 @@ def _plain(array: Array, op: str) -> Array:
     kind = array.dtype.kind
     if kind not in "fiub":
         raise TypeError(f"worker.all_reduce takes real numbers, not an array of {array.dtype}")
-    wanted: type[np.generic]
+    dtype: type[np.generic]
     if kind == "f":
-        wanted = np.float64 if array.dtype.itemsize > 4 else np.float32
+        dtype = np.float64 if array.dtype.itemsize > 4 else np.float32
     else:
-        wanted = np.float64 if op == "mean" else np.int64
-    return np.ascontiguousarray(array, wanted).reshape(array.shape)
+        dtype = np.float64 if op == "mean" else np.int64
+    return np.ascontiguousarray(array, dtype).reshape(array.shape)

@@ -32,19 +32,19 @@ def all_have_stopped(client: Client, clocks: Mapping[str, int], epoch: int) -> b
             return False
         beats = connection.reports()
         reports = [each for beat in beats for each in beat.groups if each.name in clocks]
-        known = {(r.name, *at) for r in reports for at in (*r.clocks, *r.left)}
+        positions = {(r.name, *at) for r in reports for at in (*r.clocks, *r.left)}
         arrived = {rank for report in reports for rank, _ in report.held}
         expected = [(group, each.rank, at) for each in others for group, at in clocks.items()]
-        if any(each.rank in arrived for each in others) or not known.issuperset(expected):
+        if any(each.rank in arrived for each in others) or not positions.issuperset(expected):
             return False
         if all(each.state == "left" for each in others):
             return True
         live = {each.rank for each in others if each.state in ("live", "retiring")}
         if not live or time.monotonic() >= until:
             return False
-        met = connection.met(live)
-        if met is not None and met.epoch > epoch:
-            return met.epoch == epoch + 1  # else they wait in the next one
-        if met is not None:
-            connection.pass_by(met)  # it would leave that call out in any case
+        collective = connection.met(live)
+        if collective is not None and collective.epoch > epoch:
+            return collective.epoch == epoch + 1  # else they wait in the next one
+        if collective is not None:
+            connection.pass_by(collective)  # it would leave that call out in any case
         time.sleep(POLL_S)

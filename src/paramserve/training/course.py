@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHAPES = "shapes of loaders"
 """What a worker saves of its loaders."""
-MADE = "steps with batches"
+STEPS = "steps with batches"
 """What it saves of its steps where it has several optimizers."""
 OF_PASSES = PASSES, UNDER_WAY = "passes", "passes under way"
 """What it saves of passes with batches that were in no step."""
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
         return f"{self.samples} samples in batches of {self.batch_size}{several}"
 
 
-class Made(msgspec.Struct, frozen=True, array_like=True):
+class StepsRecord(msgspec.Struct, frozen=True, array_like=True):
     """How many steps a worker has made, each with other batches, with those that were decided
     without it: with several optimizers this is the clock of none of them, as where they step in
     turn.
@@ -100,8 +100,8 @@ class Course:
         """None: no loader has asked yet."""
         self._before = 0
         """Steps of older incarnations."""
-        self._made: bytes = b""
-        """What was told of `Made`; empty: the steps are the clock of the worker's first group."""
+        self._steps_record: bytes = b""
+        """The `StepsRecord` as it is saved; empty: the steps are the clock of the first group."""
         self._loaders = 0
         self._irregular: IrregularPasses | None = None
         """None: the servers were not asked."""
@@ -117,7 +117,7 @@ class Course:
         self._moves = 0
         """How often groups were seen to step, and clocks that `late` has counted."""
         self._rests = 0
-        """Of `Made`."""
+        """Of `StepsRecord`."""
         self._rests_left = 0
         """Those of older incarnations, before which the program is."""
         self._takes_over = False
@@ -147,15 +147,15 @@ class Course:
     @property
     def place_known(self) -> bool:
         """Whether `look_left` tells at which clock the program is."""
-        return not (self._ahead or (self._look_left() and self._made))
+        return not (self._ahead or (self._look_left() and self._steps_record))
 
     def look_left(self) -> int:
         """Clocks of the worker's first group that the program has not gone through, for a caller
         that leaves none out; where they are not known, at least these."""
-        left = self._look_left()
-        if left and self._made:
+        remaining = self._look_left()
+        if remaining and self._steps_record:
             return self._clock
-        return left + self._ahead
+        return remaining + self._ahead
 
     @property
     def _clock(self) -> int:
@@ -165,17 +165,17 @@ class Course:
         client = self._client
         again = client.connection.incarnation > 1
         if self._steps_left is None:
-            self._made = client.saving.kept(MADE) if again else b""
+            self._steps_record = client.saving.kept(STEPS) if again else b""
             self._steps_left = self._clock if again else 0
-            if self._made:
-                made = msgspec.msgpack.decode(self._made, type=Made)
-                missed = client.steps.resumed.get(made.group, 0) - made.clock
-                self._steps_left = made.steps + max(missed, 0)
-                self._rests = self._rests_left = made.rests
+            if self._steps_record:
+                record = msgspec.msgpack.decode(self._steps_record, type=StepsRecord)
+                missed = client.steps.resumed.get(record.group, 0) - record.clock
+                self._steps_left = record.steps + max(missed, 0)
+                self._rests = self._rests_left = record.rests
             self._before = self._steps_left
         return self._steps_left
 
-    def _pack_made(self) -> bytes | None:
+    def _pack_steps(self) -> bytes | None:
         """What has changed since the step before; None: nothing. Asked in each step."""
         groups, packed = self._optimizers.groups, b""
         self._look_left()  # what older incarnations have told
@@ -186,21 +186,23 @@ class Course:
             steps = self._before + self._moves + 1
             if self._rests or steps != self._clock + (groups[0] in stepping):
                 group = stepping[0]
-                made = Made(steps, group, client.steps.clocks.get(group, 0) + 1, self._rests)
-                packed = msgspec.msgpack.encode(made)
-        if packed == self._made:
+                record = StepsRecord(
+                    steps, group, client.steps.clocks.get(group, 0) + 1, self._rests
+                )
+                packed = msgspec.msgpack.encode(record)
+        if packed == self._steps_record:
             return None
-        self._made = packed
+        self._steps_record = packed
         return packed
 
     @contextmanager
     def take_over(self) -> Iterator[None]:
         """Another optimizer takes over: a step within is made with fewer batches than a step has,
         and no pass leaves out batches for it."""
-        left = self._look_left()
-        if self._rests_left and left:
+        remaining = self._look_left()
+        if self._rests_left and remaining:
             self._rests_left -= 1
-            self._steps_left = left - 1
+            self._steps_left = remaining - 1
         self._takes_over = True
         try:
             yield
@@ -220,12 +222,12 @@ class Course:
         client = self._client
         if not (client.connection.before and self.steps_left):
             return
-        known = self._shapes_before()
-        if not known and client.saving.older(RANDOM) is None:
+        shapes = self._shapes_before()
+        if not shapes and client.saving.older(RANDOM) is None:
             return  # the rank had died before its first step: the others made these
-        if shape not in known and len(known) < SHAPES_MAX:
-            those = " and ".join(each.in_words for each in known)
-            if not known:
+        if shape not in shapes and len(shapes) < SHAPES_MAX:
+            those = " and ".join(each.in_words for each in shapes)
+            if not shapes:
                 those = 'batches of another kind, as of shards="dynamic"'
             raise ValueError(
                 f"the run goes on from a checkpoint whose {self.steps_left} steps were made with "
@@ -239,9 +241,9 @@ class Course:
         """Save the shape with the next step, where a run may go on from it with another one."""
         client = self._client
         if client.connection.restarts:
-            known = _shapes(client.saving.kept(SHAPES))
-            if shape not in known and len(known) < SHAPES_MAX:
-                client.saving.keep(SHAPES, msgspec.msgpack.encode([*known, shape]))
+            shapes = _shapes(client.saving.kept(SHAPES))
+            if shape not in shapes and len(shapes) < SHAPES_MAX:
+                client.saving.keep(SHAPES, msgspec.msgpack.encode([*shapes, shape]))
 
     @property
     def has_static(self) -> bool:
@@ -264,43 +266,43 @@ class Course:
             resume: whether it counts for restarts.
             trains: whether it may be stepped with, as gradients are on.
         """
-        found = Pass(self, epochs, extent, trains=resume and trains)
+        new_pass = Pass(self, epochs, extent, trains=resume and trains)
         if resume:
-            irregular = self._known(epochs)
-            found.number = epochs.passes
+            irregular = self._irregular_passes(epochs)
+            new_pass.number = epochs.passes
             epochs.passes += 1
             # With gradients off it is an evaluation, unless steps were made in such a pass.
             counts = trains or epochs.number in irregular
-            if counts and ((left := self.steps_left) or self._ahead):
-                self._go_on(found, epochs, left)
-            self._active.append(found)
+            if counts and ((remaining := self.steps_left) or self._ahead):
+                self._go_on(new_pass, epochs, remaining)
+            self._active.append(new_pass)
             self._save(irregular)
-        found.leave_out_late()
-        return found
+        new_pass.leave_out_late()
+        return new_pass
 
-    def _go_on(self, found: Pass, epochs: Epochs, left: int) -> None:
+    def _go_on(self, new_pass: Pass, epochs: Epochs, remaining: int) -> None:
         """Where a pass begins of whose steps older incarnations have made some."""
-        record, extent = self._known(epochs).of(epochs.number), found.extent
-        if found.number < record.passes:
-            self.steps_left = left - self._leave_out_summed(epochs, found.number + 1)
-            last = found.number + 1 == record.passes
-            found.start, found.epochs = extent.length, record.epochs if last else 0
+        record, extent = self._irregular_passes(epochs).of(epochs.number), new_pass.extent
+        if new_pass.number < record.passes:
+            self.steps_left = remaining - self._leave_out_summed(epochs, new_pass.number + 1)
+            last = new_pass.number + 1 == record.passes
+            new_pass.start, new_pass.epochs = extent.length, record.epochs if last else 0
             return
-        known, usual = record.find(found.number), record.usual(found.number)
+        run, usual = record.find(new_pass.number), record.usual(new_pass.number)
         if usual.skipped >= extent.length:  # an evaluation
-            known = usual
-        steps = min(left, known.steps(extent))
-        self.steps_left = left - steps
-        found.epochs = known.epochs or extent.epochs
+            run = usual
+        steps = min(remaining, run.steps(extent))
+        self.steps_left = remaining - steps
+        new_pass.epochs = run.epochs or extent.epochs
         if self.steps_left or self._ahead:
-            found.start = extent.length
+            new_pass.start = extent.length
             return
-        found.start = steps * extent.per_step + known.skipped
-        if known.end == 0:
-            found.skipped = known.skipped
+        new_pass.start = steps * extent.per_step + run.skipped
+        if run.end == 0:
+            new_pass.skipped = run.skipped
         # The program's count of the batches begins anew, and would not end it there.
-        if usual.end and found.start <= usual.end:
-            found.end, found.epochs = usual.end, usual.epochs
+        if usual.end and new_pass.start <= usual.end:
+            new_pass.end, new_pass.epochs = usual.end, usual.epochs
 
     def whole_passes(self, epochs: Epochs, extent: Extent, most: int) -> tuple[int, int, int]:
         """The next passes over a loader whose steps older incarnations have made: how many, their
@@ -309,31 +311,31 @@ class Course:
         Args:
             most: passes that are to come.
         """
-        left, record = self.steps_left, self._known(epochs).of(epochs.number)
-        passes = steps = begun = 0
-        if (left or self._ahead) and epochs.passes < record.passes:
+        remaining, record = self.steps_left, self._irregular_passes(epochs).of(epochs.number)
+        passes = steps = begun_epochs = 0
+        if (remaining or self._ahead) and epochs.passes < record.passes:
             passes = min(record.passes - epochs.passes, most)
-            steps = min(record.steps - epochs.summed, left)
-            begun = record.epochs if epochs.passes + passes == record.passes else 0
-        while left > steps and passes < most:
+            steps = min(record.steps - epochs.summed, remaining)
+            begun_epochs = record.epochs if epochs.passes + passes == record.passes else 0
+        while remaining > steps and passes < most:
             number = epochs.passes + passes
-            known, usual = record.find(number), record.usual(number)
+            run, usual = record.find(number), record.usual(number)
             # The last one may have been left behind its last step, as those before, untold.
-            if not known.skipped and usual.end and left - steps == usual.steps(extent):
-                known = usual
-            made = known.steps(extent)
-            if left - steps < made or not (made or known.skipped):
+            if not run.skipped and usual.end and remaining - steps == usual.steps(extent):
+                run = usual
+            run_steps = run.steps(extent)
+            if remaining - steps < run_steps or not (run_steps or run.skipped):
                 break
-            passes, steps = passes + 1, steps + made
-            begun += known.epochs or extent.epochs
-        return passes, steps, begun
+            passes, steps = passes + 1, steps + run_steps
+            begun_epochs += run.epochs or extent.epochs
+        return passes, steps, begun_epochs
 
     def leave_out(self, epochs: Epochs, passes: int, steps: int) -> None:
         """Begin behind the next whole passes over a loader, with their steps."""
-        left = self.steps_left
-        if epochs.passes < self._known(epochs).of(epochs.number).passes:
+        remaining = self.steps_left
+        if epochs.passes < self._irregular_passes(epochs).of(epochs.number).passes:
             self._leave_out_summed(epochs, epochs.passes + passes)
-        self.steps_left = left - steps
+        self.steps_left = remaining - steps
         epochs.passes += passes
 
     def _leave_out_summed(self, epochs: Epochs, behind: int) -> int:
@@ -342,7 +344,7 @@ class Course:
         Args:
             behind: the pass where the program goes on.
         """
-        record = self._known(epochs).of(epochs.number)
+        record = self._irregular_passes(epochs).of(epochs.number)
         steps = min(record.steps - epochs.summed, self.steps_left)
         epochs.summed += steps
         self._ahead += steps
@@ -350,7 +352,7 @@ class Course:
             self._ahead -= epochs.summed
         return steps
 
-    def _known(self, epochs: Epochs) -> IrregularPasses:
+    def _irregular_passes(self, epochs: Epochs) -> IrregularPasses:
         """The passes that are known, once the loader has its number."""
         if epochs.number < 0:
             epochs.number = self._loaders
@@ -360,13 +362,13 @@ class Course:
             again = client.connection.incarnation > 1
             saved = [client.saving.kept(each) if again else b"" for each in OF_PASSES]
             self._irregular = IrregularPasses(*saved)
-            if self._irregular.forgotten:
+            if self._irregular.dropped_loaders:
                 warn_user(
                     f"rank {client.rank} goes on behind loops over more loaders than are known one "
-                    f"by one: of {self._irregular.forgotten} with batches that were in no step all "
-                    "batches count as done, so that it may make other steps than before, or with "
-                    "other samples. To fix: take steps=n of worker.loader in place of break, and "
-                    "one loader for all rounds"
+                    f"by one: of {self._irregular.dropped_loaders} with batches that were in no "
+                    "step all batches count as done, so that it may make other steps than before, "
+                    "or with other samples. To fix: take steps=n of worker.loader in place of "
+                    "break, and one loader for all rounds"
                 )
         return self._irregular
 
@@ -374,15 +376,15 @@ class Course:
         """A step was made in a pass."""
         epochs.stepped = True
         if which.number >= 0 and not which.trains:
-            self._known(epochs).step_without_gradients(epochs.number)
+            self._irregular_passes(epochs).step_without_gradients(epochs.number)
 
-    def ended(self, which: Pass, epochs: Epochs, known: Irregular) -> None:
+    def ended(self, which: Pass, epochs: Epochs, run: Irregular) -> None:
         """A pass has ended, or its loop was left."""
         if which in self._active:
             self._active.remove(which)
-            if known.skipped:
+            if run.skipped:
                 trains = which.trains or epochs.stepped
-                self._known(epochs).add(epochs.number, known, which.extent, trains=trains)
+                self._irregular_passes(epochs).add(epochs.number, run, which.extent, trains=trains)
 
     def _save(self, irregular: IrregularPasses) -> None:
         """Tell of irregular passes with the steps, where a later incarnation may follow."""
@@ -395,7 +397,7 @@ class Course:
         if client.connection.restarts and not client.saving.asks(PASSES):
             client.saving.ask(PASSES, irregular.pack)
             client.saving.ask(UNDER_WAY, under_way)
-            client.saving.ask(MADE, self._pack_made)
+            client.saving.ask(STEPS, self._pack_steps)
 
     @property
     def in_pass(self) -> bool:
@@ -462,7 +464,7 @@ class Pass:
         self._at = course.look()
         self._pending = 0
         """Batches that the training function has got since the last step."""
-        self._taken = -1
+        self._next_batch = -1
         """Batches that are behind it; -1: `start`."""
         self._leaving = 0
         """Batches that are still to be left out of a clock that was missed."""
@@ -475,7 +477,7 @@ class Pass:
     @property
     def under_way(self) -> bool:
         """Whether the training function has got a batch of it."""
-        return self._taken >= 0
+        return self._next_batch >= 0
 
     def leave_out_late(self) -> None:
         """Begin behind the clocks that were missed since the last pass, as far as this one has
@@ -498,12 +500,12 @@ class Pass:
             number: of the batch in this pass.
         """
         self._look()
-        left = self.extent.length - number
+        remaining = self.extent.length - number
         late = self._course.late and self._may_be_late
-        if late and not self._leaving and left >= self.extent.per_step:
+        if late and not self._leaving and remaining >= self.extent.per_step:
             self._course.late -= 1
             self._leaving = self.extent.per_step
-        self._taken = number + 1
+        self._next_batch = number + 1
         if self._leaving:
             self._leaving -= 1
             return False
@@ -531,11 +533,11 @@ class Pass:
         if self.number < 0:
             return
         unused = self._look()
-        taken = self._taken if self._taken >= 0 else self.start
-        known = replace(self.so_far, skipped=self.skipped + self.extent.length - taken)
-        if taken < self.extent.length:
-            known = replace(known, end=taken - unused, epochs=epochs)
-        self._course.ended(self, self.epochs_of, known)
+        next_batch = self._next_batch if self._next_batch >= 0 else self.start
+        run = replace(self.so_far, skipped=self.skipped + self.extent.length - next_batch)
+        if next_batch < self.extent.length:
+            run = replace(run, end=next_batch - unused, epochs=epochs)
+        self._course.ended(self, self.epochs_of, run)
 
 
 def _shapes(packed: bytes | None) -> list[Shape]:

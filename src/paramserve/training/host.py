@@ -11,7 +11,7 @@ from paramserve.training.leases import Leases
 from paramserve.training.notices import Notices
 from paramserve.training.optimizers import Optimizers
 
-Kept = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
+PassesByDataset = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
 """By the identity of a dataset: what it is known by (weak references, which drop the entry, or the
 object), and what its loaders have in common, by their arguments."""
 
@@ -38,7 +38,7 @@ class Host(Protocol):
     leases: Leases
     course: Course
     notices: Notices
-    passes: Kept
+    passes: PassesByDataset
     registry: Any
     load_state: dict[str, dict[str, Any]]
 

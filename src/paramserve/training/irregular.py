@@ -73,26 +73,26 @@ class Record(msgspec.Struct, array_like=True):
         alike = not self.passes and runs and runs[0].first == 0 and runs[0].passes >= number > 0
         return runs[0] if alike else REGULAR
 
-    def add(self, known: Irregular) -> None:
+    def add(self, run: Irregular) -> None:
         """Put a pass behind those before it. Where it is not as it was known, what was known of it
         and of later ones goes."""
-        if known == replace(self.find(known.first), first=known.first, passes=1):
+        if run == replace(self.find(run.first), first=run.first, passes=1):
             return  # gone through again, as one without steps where another optimizer takes over
-        if known.first < self.passes:
+        if run.first < self.passes:
             self.passes = self.steps = self.epochs = 0
         runs = self.runs
-        while runs and runs[-1].first >= known.first:
+        while runs and runs[-1].first >= run.first:
             runs.pop()
         if runs:
             last = runs[-1]
-            before = min(last.passes, known.first - last.first)
+            before = min(last.passes, run.first - last.first)
             runs[-1] = replace(last, passes=before)
-            if replace(known, first=last.first, passes=before) == runs[-1] and (
-                last.first + before == known.first
+            if replace(run, first=last.first, passes=before) == runs[-1] and (
+                last.first + before == run.first
             ):
                 runs[-1] = replace(last, passes=before + 1)
                 return
-        runs.append(known)
+        runs.append(run)
 
     def sum_up(self, extent: Extent) -> None:
         """Add the oldest runs, and the regular passes before them, to the sums."""
@@ -127,18 +127,18 @@ class IrregularPasses:
         ended, under_way: what an older incarnation has told last; empty: nothing.
 
     Attributes:
-        forgotten: loaders that may have been trained with and are known no longer: their batches
-            count as if all had been in steps.
+        dropped_loaders: how many may have been trained with and are known no longer: their
+            batches count as if all had been in steps.
     """
 
     def __init__(self, ended: bytes, under_way: bytes) -> None:
         records = msgspec.msgpack.decode(ended, type=Records) if ended else Records()
-        self._loaders, self.forgotten = records.loaders, records.forgotten
+        self._loaders, self.dropped_loaders = records.loaders, records.forgotten
         self._under_way = msgspec.msgpack.decode(under_way, type=UnderWay) if under_way else {}
         """As it was told last."""
         self._changed = False
-        for number, known in self._under_way.items():
-            self._newest(number).add(known)
+        for number, run in self._under_way.items():
+            self._newest(number).add(run)
 
     def __contains__(self, number: int) -> bool:
         """Whether a loader had irregular passes, or was stepped with while gradients were off."""
@@ -148,13 +148,13 @@ class IrregularPasses:
         """What is known of a loader; it is not to be changed."""
         return self._loaders.get(number, REGULAR_ONLY)
 
-    def add(self, number: int, known: Irregular, extent: Extent, *, trains: bool) -> None:
+    def add(self, number: int, run: Irregular, extent: Extent, *, trains: bool) -> None:
         """A pass over a loader is over."""
         record = self._newest(number)
         record.trains = record.trains or trains
-        if known.first < record.passes and record.steps:
-            self.forgotten += 1
-        record.add(known)
+        if run.first < record.passes and record.steps:
+            self.dropped_loaders += 1
+        record.add(run)
         record.sum_up(extent)
 
     def step_without_gradients(self, number: int) -> None:
@@ -168,7 +168,7 @@ class IrregularPasses:
         record = self._loaders.pop(number, None)
         self._loaders[number] = record = record if record is not None else Record()
         while len(self._loaders) > LOADERS_MAX:
-            self.forgotten += self._loaders.pop(next(iter(self._loaders))).trains
+            self.dropped_loaders += self._loaders.pop(next(iter(self._loaders))).trains
         return record
 
     def pack(self) -> bytes | None:
@@ -176,7 +176,7 @@ class IrregularPasses:
         if not self._changed:
             return None
         self._changed = False
-        return msgspec.msgpack.encode(Records(self._loaders, self.forgotten))
+        return msgspec.msgpack.encode(Records(self._loaders, self.dropped_loaders))
 
     def pack_under_way(self, passes: Iterable[tuple[int, Irregular]]) -> bytes | None:
         """What is known of those that are not; None: nothing new."""

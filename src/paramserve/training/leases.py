@@ -37,7 +37,7 @@ AS_WORKER_SAYS = 0
 Mark = tuple[int, int]
 
 
-class Drawn(NamedTuple):
+class DrawnBatch(NamedTuple):
     """One batch: the positions [start, stop) of an epoch's order. `mark`: once it is done."""
 
     epoch: int
@@ -58,12 +58,12 @@ class Leases:
         self.client = client
         self.optimizers = optimizers
         self.present: LeasedWork | None = None
-        self.made = 0
+        self.loader_count = 0
 
     def next_name(self) -> str:
         """For one more loader: the same on all ranks that make them in the same order."""
-        self.made += 1
-        return f"loader-{self.made}"
+        self.loader_count += 1
+        return f"loader-{self.loader_count}"
 
     @property
     def under_way(self) -> bool:
@@ -118,20 +118,20 @@ class LeasedWork:
         self._turn = 0
         self._finishes = False
         """Whether the worker calls `finish` at its end."""
-        self._begun = False
+        self._has_iterated = False
         """Whether this turn was iterated over."""
         self._lease = Leased(0)
         """The newest one; its `start` moves on as batches are drawn."""
-        self._seen = 0
+        self._newest_lease = 0
         self._first = 0
         """Where the newest lease began."""
-        self._pending: deque[Drawn] = deque()
+        self._pending: deque[DrawnBatch] = deque()
         """Drawn, and in no step yet."""
         self._delivered = 0
         """How many of them the training function has."""
         self._gives_back: tuple[GiveBack, int] | None = None
         """What was given back last, and the number by which it was posted."""
-        self._taken: Mark | None = None
+        self._step_mark: Mark | None = None
         """The mark of the last step."""
         self._closed: Mark | None = None
         """Up to where it will have stepped, as it told when it gave back last."""
@@ -170,9 +170,9 @@ class LeasedWork:
         self._client.steps.next_mark = self.next_mark
         self.active = True
         self._since = None
-        if self.over or (self._begun and not self.more() and self.over):
+        if self.over or (self._has_iterated and not self.more() and self.over):
             self._next_turn()
-        self._begun = True
+        self._has_iterated = True
         self._enter()
 
     def leave_out(self, turns: int) -> int:
@@ -185,7 +185,7 @@ class LeasedWork:
         for done in range(turns):
             if self.over:
                 self._next_turn()
-            if self._left or self._ask(0.0) or not self.over:
+            if self._remaining or self._ask(0.0) or not self.over:
                 return done
         return turns
 
@@ -196,20 +196,20 @@ class LeasedWork:
     def _next_turn(self) -> None:
         self._turn += 1
         self.over = False
-        self._lease, self._taken, self._closed = Leased(0), None, None
+        self._lease, self._step_mark, self._closed = Leased(0), None, None
         self._pending.clear()
         self._delivered = 0
 
-    def draw(self) -> Drawn | None:
+    def draw(self) -> DrawnBatch | None:
         """The next batch; None: none at this moment, or the worker is to end."""
-        if self.over or self.retiring or not (self._left or self._ask(0.0)):
+        if self.over or self.retiring or not (self._remaining or self._ask(0.0)):
             return None
         lease = self._lease  # what is left of it
         stop = min(lease.start + lease.batch, lease.stop)
-        drawn = Drawn(lease.epoch, lease.start, stop, (lease.lease, stop - self._first))
+        batch = DrawnBatch(lease.epoch, lease.start, stop, (lease.lease, stop - self._first))
         self._lease = Leased(0, lease.lease, lease.epoch, stop, lease.stop, lease.batch)
-        self._pending.append(drawn)
-        return drawn
+        self._pending.append(batch)
+        return batch
 
     @property
     def batches_expected(self) -> int:
@@ -223,7 +223,7 @@ class LeasedWork:
         return self._client.steps.retiring
 
     @property
-    def _left(self) -> int:
+    def _remaining(self) -> int:
         return self._lease.stop - self._lease.start
 
     def more(self) -> bool:
@@ -239,10 +239,10 @@ class LeasedWork:
         """
         if self.over:
             return False
-        if self._left and not self.retiring:
+        if self._remaining and not self.retiring:
             return True
         self.settle()
-        if self._left:
+        if self._remaining:
             return False
         before_s, waited_s = self._clock(), self._connection.waited_s
         try:
@@ -250,10 +250,10 @@ class LeasedWork:
             for group in self._optimizers.groups:
                 with contextlib.suppress(UnknownName):  # nothing was defined there
                     self._client.rest(group)
-            found = self._await()
-            if found:
+            available = self._await()
+            if available:
                 self._enter()
-            return found
+            return available
         finally:
             waited_s = self._connection.waited_s - waited_s
             self._waited_s += self._clock() - before_s - waited_s
@@ -303,16 +303,25 @@ class LeasedWork:
         """Ask for a lease; whether there is one."""
         self._give_back_again()
         before_s = self._clock()
-        taken = self._taken if idle else None
-        known = not self._seen and self._has_others()
+        step_mark = self._step_mark if idle else None
+        only_existing = not self._newest_lease and self._has_others()
         message = Lease(
-            0, self.name, self.plan, self._turn, self._seen, wait_s, self.speed, idle, taken, known
+            0,
+            self.name,
+            self.plan,
+            self._turn,
+            self._newest_lease,
+            wait_s,
+            self.speed,
+            idle,
+            step_mark,
+            only_existing,
         )
         self._lease = self._control.call(message, Leased, timeout_s=wait_s)
         if not idle:  # else the caller that waits counts it
             self._waited_s += self._clock() - before_s
         self.over = self._lease.over
-        self._seen = max(self._seen, self._lease.lease)
+        self._newest_lease = max(self._newest_lease, self._lease.lease)
         self._first = self._lease.start
         return self._lease.lease > 0
 
@@ -329,9 +338,9 @@ class LeasedWork:
         the run's result, if it left its loop before the turn was over.
 
         Raises:
-            ParamServeError: as `Client.drain`. Nothing was warned.
+            ParamServeError: as `Client.drain`. Nothing was said.
         """
-        if self.over or self._taken is None:
+        if self.over or self._step_mark is None:
             return
         self._client.drain()
         with contextlib.suppress(ParamServeError):  # the coordinator is gone
@@ -347,9 +356,9 @@ class LeasedWork:
         self.active = False
         if self.over:
             return
-        kept = self._in_own_steps
-        mark = self._pending[kept - 1].mark if kept else self._taken
-        if self._left or len(self._pending) > kept or mark != self._closed:
+        in_own_steps = self._in_own_steps
+        mark = self._pending[in_own_steps - 1].mark if in_own_steps else self._step_mark
+        if self._remaining or len(self._pending) > in_own_steps or mark != self._closed:
             self._closed = mark
             message = GiveBack(0, self.name, self._turn, mark or (0, 0))
             # It is not waited for: an interrupt within a generator that is let go of is lost.
@@ -357,11 +366,11 @@ class LeasedWork:
             if not self._gives_back[1]:
                 self._give_back_again()
         self._lease = Leased(0)
-        self._pending = deque(islice(self._pending, kept))
-        self._delivered = kept if self._reports_delivery else 0
+        self._pending = deque(islice(self._pending, in_own_steps))
+        self._delivered = in_own_steps if self._reports_delivery else 0
 
     def _give_back_again(self) -> None:
-        """Repeat what was given back, if the coordinator has not warned that it has it."""
+        """Repeat what was given back, if the coordinator has not said that it has it."""
         if self._gives_back is None:
             return
         (message, number), self._gives_back = self._gives_back, None
@@ -391,8 +400,8 @@ class LeasedWork:
         """Batches of the own steps since the last exchange."""
         present = self._delivered if self._reports_delivery else len(self._pending)
         several = self.plan.batches_per_step  # of `every` own steps
-        made = [own.since * several // own.every for own in self._optimizers.own_steps]
-        return min(present, max(made, default=0))
+        batch_counts = [own.since * several // own.every for own in self._optimizers.own_steps]
+        return min(present, max(batch_counts, default=0))
 
     @property
     def _in_step(self) -> int:
@@ -409,18 +418,18 @@ class LeasedWork:
         present = [self._pending[i] for i in range(self._in_step)]
         if not present:  # a second optimizer's step with the same batches
             return float(self._last_samples) if self.active and self._last_samples else None
-        return float(sum(drawn.stop - drawn.start for drawn in present))
+        return float(sum(batch.stop - batch.start for batch in present))
 
     def next_mark(self) -> Mark | None:
         """A step is sent: what it has taken; None: nothing since the step before."""
         samples, mark = 0, None
         for _ in range(self._in_step):
-            drawn = self._pending.popleft()
-            samples += drawn.stop - drawn.start
-            mark = drawn.mark
+            batch = self._pending.popleft()
+            samples += batch.stop - batch.start
+            mark = batch.mark
         self._delivered = 0
         if mark is not None:
-            self._taken = mark
+            self._step_mark = mark
             self._last_samples = samples
             self._measure(samples)
         return mark

@@ -47,13 +47,15 @@ class Notices:
             return
         self._looked = True
         client = self._client
-        done, made = (each.get(group, 0) for each in (client.steps.resumed, client.steps.made))
-        if not made or client.steps.clock_read or client.steps.next_mark is not None:
+        done, steps_made = (
+            each.get(group, 0) for each in (client.steps.resumed, client.steps.steps_made)
+        )
+        if not steps_made or client.steps.clock_read or client.steps.next_mark is not None:
             return
         warn_user(
             f"rank {client.rank} was started again and goes on at clock {done}, but its loop "
-            f"begins at its first batch again: all {made} steps that it had made are made once "
-            "more, from the values that they led to. To fix: take the batches of "
+            f"begins at its first batch again: all {steps_made} steps that it had made are made "
+            "once more, from the values that they led to. To fix: take the batches of "
             "worker.loader(dataset, batch_size=..., epochs=...), which leaves out those that are "
             "done, or begin at worker.clock, as in for step in range(worker.clock, steps)"
         )

@@ -53,13 +53,13 @@ class Position:
         self._course = course
         self._leases = leases
         self._again = client.connection.incarnation > 1
-        self.seen = 0
+        self.last_call = 0
         self._looks = deque[int](maxlen=LOOKS_MAX)
-        """`seen` when the program looked at its clock before its first step."""
+        """`last_call` when the program looked at its clock before its first step."""
         self._looks_of_round = 0
         """Its looks between that step and the next one."""
         self._first_step: tuple[str, int] | None = None
-        """The group of the first step, and `seen` there."""
+        """The group of the first step, and `last_call` there."""
         self._begins: int | None = None
         """`OWN_LOOP` as it was saved; None: the loop is none of the program's own."""
         self._begins_read = False
@@ -69,7 +69,7 @@ class Position:
     def look(self) -> None:
         """The program asks how far its rank is, as where a loop of its own begins there."""
         if self._first_step is None:
-            self._looks.append(self.seen)
+            self._looks.append(self.last_call)
         else:
             self._looks_of_round += 1
 
@@ -80,24 +80,24 @@ class Position:
         leased loaders ranks are at other steps in the same call."""
         steps, groups = self._client.steps, self._optimizers.groups
         clocks = [steps.clocks.get(each, 0) for each in groups]
-        left, later = 0, self._again
+        remaining, later = 0, self._again
         begins = later and self._first_step is None
         if begins:
-            left = self._left()
+            remaining = self._steps_remaining()
         elif not later and all(
             clock <= steps.resumed.get(group, 0)
             for group, clock in zip(groups, clocks, strict=True)
         ):
-            left = clocks[0]
-        even = not self._leases.made
-        known = not left or (later and even and self._course.place_known)
+            remaining = clocks[0]
+        even = not self._leases.loader_count
+        is_known = not remaining or (later and even and self._course.place_known)
         # Each optimizer steps at most once with each batch that is left.
-        done = [max(clock - left, 0) if known else 0 for clock in clocks]
+        done = [max(clock - remaining, 0) if is_known else 0 for clock in clocks]
         epoch = self._course.epoch_behind(0)
         in_pass = self._course.in_pass or self._leases.under_way
         return Place(
             done[0],
-            known and even,
+            is_known and even,
             epoch,
             bool(self._looks) or in_pass or epoch > 0,
             sum(done),
@@ -105,13 +105,13 @@ class Position:
             begins,
         )
 
-    def _left(self) -> int:
+    def _steps_remaining(self) -> int:
         """Steps of older incarnations that the program has not come by yet."""
         if not self._begins_read:
             self._begins_read = True
-            kept = self._client.saving.older(OWN_LOOP)
-            self._begins = int(kept) if kept else None
-        if self._begins is not None and self.seen >= self._begins:
+            saved = self._client.saving.older(OWN_LOOP)
+            self._begins = int(saved) if saved else None
+        if self._begins is not None and self.last_call >= self._begins:
             return 0
         return self._course.look_left()
 
@@ -129,11 +129,11 @@ class Position:
         client = self._client
         stepping = client.saving.stepping
         if self._first_step is not None:
-            group, seen = self._first_step
+            group, last_call = self._first_step
             if group not in stepping:
                 return None  # another optimizer
             client.saving.stop_asking(OWN_LOOP)
-            return self._correct_begin(seen)
+            return self._correct_begin(last_call)
         place = self.place
         if self._again:
             terms = client.steps.terms
@@ -144,29 +144,32 @@ class Position:
                     0,
                     place=place.steps,
                     epoch=place.epoch,
-                    seen=self.seen,
+                    seen=self.last_call,
                     ticks=place.ticks,
                 )
                 client.connection.begin_steps(message)
-        self._first_step = stepping[0], self.seen  # an interrupt before this repeats the message
+        self._first_step = (
+            stepping[0],
+            self.last_call,
+        )  # an interrupt before this repeats the message
         if self._begins is not None or not self._looks or self._in_pass:
             client.saving.stop_asking(OWN_LOOP)
             return None
         self._begins = self._looks[-1]
         return b"%d" % self._begins
 
-    def _correct_begin(self, seen: int) -> bytes | None:
+    def _correct_begin(self, first_step_call: int) -> bytes | None:
         """Before the second step: where the program looks in each round, its last look before the
         first step may have been one of that round. The loop then began with one before it, if the
         calls of a round lie between that one and the step. Else the last look began it.
 
         Args:
-            seen: at the first step.
+            first_step_call: at the first step.
         """
         looks, of_round = list(self._looks), self._looks_of_round
-        calls = self.seen - seen
+        calls = self.last_call - first_step_call
         for begins in looks[-1 - of_round : -1] if of_round and calls else ():
-            if seen - begins == calls:
+            if first_step_call - begins == calls:
                 self._begins = begins
                 return b"%d" % begins
         return None

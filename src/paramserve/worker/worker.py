@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.process_group import StartedGroup
     from paramserve.pytorch.registry import Registry
     from paramserve.rules.base import Rule
-    from paramserve.training.host import Kept
+    from paramserve.training.host import PassesByDataset
 
 
 RETURNED = "returned"
@@ -72,7 +72,7 @@ class Worker:
         self.client = client
         self.seed = seed
         self.registry: Registry | None = None
-        self.passes: Kept = {}
+        self.passes: PassesByDataset = {}
         self.load_state: dict[str, dict[str, Any]] = {}
         self.optimizers = Optimizers(client)
         self.leases = Leases(client, self.optimizers)
