@@ -40,7 +40,7 @@ BUDGET: dict[str, int] = {
     ROOT: 41,
     "checkpoint": 3,
     "cli": 2,
-    "client": 318,
+    "client": 209,
     "core": 51,
     "launch": 3,
     "messages": 16,

@@ -74,7 +74,7 @@ BUFFER_BYTES = 1 << 20
 """Of a file, for each column that is read."""
 
 
-class Told(Struct):
+class TableMetadata(Struct):
     """What the metadata of a table's columns say of it."""
 
     format: int
@@ -104,50 +104,50 @@ def schema_of(block: BlockSpec, width: int, *, idle: bool = False, labels: bool 
         columns.append(("state", pa.list_(pa.float32(), width)))
     if width >= 0:
         columns.append(("count", pa.uint32()))
-    told = Told(FORMAT, block.group_name, dim, spec.dtype, spec.seed, rule)
+    metadata = TableMetadata(FORMAT, block.group_name, dim, spec.dtype, spec.seed, rule)
     if idle:
         columns.append((IDLE, pa.uint32()))
     if labels:
         columns.append(("label", pa.string()))
     fields = [pa.field(name, kind, nullable=False) for name, kind in columns]
-    return pa.schema(fields, metadata={METADATA: msgspec.json.encode(told)})
+    return pa.schema(fields, metadata={METADATA: msgspec.json.encode(metadata)})
 
 
 def batches(table: KeyedTable, schema: Any, width: int, timeout_s: float | None) -> Iterator[Any]:
     """The rows of a table, shard by shard, as record batches."""
     rows, labels = part_rows(table.dim, width), table.known_labels()
-    for found in table.scan(rows, state=width >= 0, timeout_s=timeout_s):
-        yield batch_of(schema, found, width, None if labels is None else labels.of(found.keys))
+    for records in table.scan(rows, state=width >= 0, timeout_s=timeout_s):
+        yield batch_of(schema, records, width, None if labels is None else labels.of(records.keys))
 
 
-def batch_of(schema: Any, found: Records, width: int, labels: list[str] | None = None) -> Any:
+def batch_of(schema: Any, records: Records, width: int, labels: list[str] | None = None) -> Any:
     """Some rows as a record batch, with the columns of `schema_of`."""
     pa = pyarrow()
-    columns = [pa.array(found.keys), _list_array(pa, found.values)]
+    columns = [pa.array(records.keys), _list_array(pa, records.values)]
     if width > 0:
-        columns.append(_list_array(pa, found.state))
+        columns.append(_list_array(pa, records.state))
     if width >= 0:
-        columns.append(pa.array(found.counts))
-    if found.idle is not None:
-        columns.append(pa.array(np.minimum(found.idle, IDLE_MAX).astype(np.uint32)))
+        columns.append(pa.array(records.counts))
+    if records.idle is not None:
+        columns.append(pa.array(np.minimum(records.idle, IDLE_MAX).astype(np.uint32)))
     if labels is not None:
         columns.append(pa.array(labels, pa.string()))
     return pa.record_batch(columns, schema=schema)
 
 
 def write_parquet(
-    path: str | os.PathLike[str], schema: Any, given: Callable[[], Iterable[Any]]
+    path: str | os.PathLike[str], schema: Any, make_batches: Callable[[], Iterable[Any]]
 ) -> int:
     """Write record batches to a file; how many rows.
 
     Args:
-        given: gives them, once it is known that the file can be written.
+        make_batches: gives them, once it is known that the file can be written.
     """
     rows = 0
     # Learnt floats seldom repeat, and no reader filters by their least and greatest.
     options = {"use_dictionary": False, "write_statistics": ["key"]}
     with replacing(path) as file, _parquet().ParquetWriter(file, schema, **options) as writer:
-        for batch in given():
+        for batch in make_batches():
             writer.write_batch(batch)
             rows += batch.num_rows
     return rows
@@ -256,11 +256,11 @@ def from_arrow(table: KeyedTable, source: Any, put: Put, *, state: bool | None) 
         return Taking(table, source.schema, state).take(source.to_batches(), put)
     if isinstance(source, pa.RecordBatchReader):
         return Taking(table, source.schema, state).take(source, put)
-    given = iter(_checked_batches(pa, source))
-    first = next(given, None)
+    stream = iter(_checked_batches(pa, source))
+    first = next(stream, None)
     if first is None:
         return 0
-    return Taking(table, first.schema, state).take(_and_then(first, given), put)
+    return Taking(table, first.schema, state).take(_and_then(first, stream), put)
 
 
 def from_parquet(
@@ -284,8 +284,8 @@ def table_of(path: str) -> str | None:
     Raises:
         OSError, ValueError, ParamServeError: as `check_file`.
     """
-    told = told_by(_schema(path))
-    return None if told is None else told.table
+    metadata = metadata_of(_schema(path))
+    return None if metadata is None else metadata.table
 
 
 def check_file(path: str) -> None:
@@ -335,9 +335,9 @@ def _schema(path: str) -> Any:
 
 def saying(error: OSError, text: str) -> OSError:
     """An error of the same class and number, with a text of its own."""
-    told = type(error)(text)
-    told.errno = error.errno
-    return told
+    rewritten = type(error)(text)
+    rewritten.errno = error.errno
+    return rewritten
 
 
 def _why(error: OSError) -> str:
@@ -352,10 +352,10 @@ def fill(table: KeyedTable, path: str) -> int:
         ParamServeError: the file cannot be read here. The rest as `Table.from_parquet`.
     """
     try:
-        told = told_by(_schema(path))
+        metadata = metadata_of(_schema(path))
         ours = table.block.spec.rule
         assert ours is not None
-        same = told is None or _kind(told.rule) == _kind(ours)
+        same = metadata is None or _kind(metadata.rule) == _kind(ours)
         return table.from_parquet(path, state=None if same else False)
     except OSError as error:
         raise ParamServeError(
@@ -364,7 +364,7 @@ def fill(table: KeyedTable, path: str) -> int:
         ) from error
 
 
-def told_by(schema: Any) -> Told | None:
+def metadata_of(schema: Any) -> TableMetadata | None:
     """What the metadata of some columns say, if they are ours.
 
     Raises:
@@ -374,15 +374,15 @@ def told_by(schema: Any) -> Told | None:
     if text is None:
         return None
     try:
-        told = msgspec.json.decode(text, type=Told)
+        metadata = msgspec.json.decode(text, type=TableMetadata)
     except msgspec.MsgspecError:
-        told = None
-    if told is None or told.format != FORMAT:
+        metadata = None
+    if metadata is None or metadata.format != FORMAT:
         raise ValueError(
             f"the data say of themselves {text[:200]!r}, and this version of paramserve reads "
             f"format {FORMAT}. Applied: no. To fix: use the version that wrote them"
         )
-    return told
+    return metadata
 
 
 class Taking:
@@ -413,46 +413,46 @@ class Taking:
         self.done = 0
         self._column("key", _is_key, "integers or strings")
         self._rows("value", table.dim, "the table's dim")
-        told = told_by(schema)
+        metadata = metadata_of(schema)
         self.width = self._state_width(state)
         self.columns: tuple[str, ...] = ("key", "value")
         self._labels = table.known_labels()
         if self._labels is not None and "label" in schema.names:
             self._column("label", _is_text, "strings")
             self.columns += ("label",)
-        elif told is not None and "label" in schema.names:
-            raise _without_labels(table, told, path)
+        elif metadata is not None and "label" in schema.names:
+            raise _without_labels(table, metadata, path)
         self._idle = table.evicts and IDLE in schema.names
         if self._idle:
             self._column(IDLE, _is_integer, "integers")
             self.columns += (IDLE,)
         if self.width >= 0:
-            self._check_rule(told)
+            self._check_rule(metadata)
             self._column("count", _is_integer, "integers")
             self.columns += ("count",)
         if self.width > 0:
             self._rows("state", self.width, "the width of the rule's state")
             self.columns += ("state",)
 
-    def take(self, given: Iterable[Any], put: Put) -> int:
+    def take(self, stream: Iterable[Any], put: Put) -> int:
         """Put all rows; how many.
 
         Raises:
             ParamServeError: with what was put before it, which stays.
         """
         try:
-            for part in self.parts(given):
+            for part in self.parts(stream):
                 records = self.records(part)
                 put(records)
                 self._put_labels(part, records.keys)
                 self.done += records.keys.size
         except ParamServeError as error:
-            told = (type(error).__name__, error.failed)
+            failure = (type(error).__name__, error.failed)
             if self.done:
                 after = f"; the {self.done} rows before these have been put"
-                raise rebuild(told[0], told[1] + after, "yes", error.fix) from error
+                raise rebuild(failure[0], failure[1] + after, "yes", error.fix) from error
             if isinstance(error, TableFull):  # another server may have had room
-                raise rebuild(*told, "unknown", error.fix) from error
+                raise rebuild(*failure, "unknown", error.fix) from error
             raise
         except Exception as error:
             error.add_note(f"paramserve: {self.done} rows had been put into {self._table!r}")
@@ -470,10 +470,10 @@ class Taking:
             named = [place for place, text in enumerate(texts) if text]
             self._labels.put(keys[named], [texts[place] for place in named])
 
-    def parts(self, given: Iterable[Any]) -> Iterator[Any]:
+    def parts(self, stream: Iterable[Any]) -> Iterator[Any]:
         """The batches in pieces of a part's size."""
         rows = part_rows(self._table.dim, self.width)
-        for batch in given:
+        for batch in stream:
             for begin in range(0, batch.num_rows, rows):
                 yield batch.slice(begin, rows)
 
@@ -502,19 +502,19 @@ class Taking:
 
     # --- schema ----------------------------------------------------------------------------------
 
-    def _column(self, name: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+    def _column(self, name: str, fits: Callable[[Any], bool], expected: str) -> Any:
         """The type of a column, which has to be there once."""
-        found = self._schema.get_all_field_indices(name)
-        if len(found) != 1:
-            times = f"{len(found)} times" if found else "not there"
+        indices = self._schema.get_all_field_indices(name)
+        if len(indices) != 1:
+            times = f"{len(indices)} times" if indices else "not there"
             raise ValueError(
                 f"the column {name!r}{self._of} is {times}; columns: "
                 f"{', '.join(self._schema.names)}. "
                 f"Applied: no. To fix: name the columns as {self._table!r}.to_arrow() does"
             )
-        kind = self._schema.field(found[0]).type
+        kind = self._schema.field(indices[0]).type
         if not fits(kind):
-            raise self._wrong(name, f"is {kind}, not {wanted}")
+            raise self._wrong(name, f"is {kind}, not {expected}")
         return kind
 
     def _rows(self, name: str, size: int, what: str) -> None:
@@ -541,16 +541,16 @@ class Taking:
             "fix: write them with state=True from a table with the same rule, or give state=False"
         )
 
-    def _check_rule(self, told: Told | None) -> None:
+    def _check_rule(self, metadata: TableMetadata | None) -> None:
         """Two rules' states may be of one width and mean different things."""
-        theirs, ours = told.rule if told is not None else None, self._table.block.spec.rule
+        theirs, ours = metadata.rule if metadata is not None else None, self._table.block.spec.rule
         assert ours is not None
         if theirs is None or _kind(theirs) == _kind(ours):
             return
-        found = differences.of_rules(theirs, ours)
+        difference = differences.of_rules(theirs, ours)
         raise ValueError(
-            f"the state is that of the rule {found.existing}, and {self._table!r} has "
-            f"{found.incoming}. Applied: no. To fix: use a table with the same rule, or give "
+            f"the state is that of the rule {difference.existing}, and {self._table!r} has "
+            f"{difference.incoming}. Applied: no. To fix: use a table with the same rule, or give "
             "state=False"
         )
 
@@ -558,10 +558,10 @@ class Taking:
 
     def _filled(self, part: Any, name: str) -> Any:
         """A column of a part, without nulls."""
-        place, wanted = part.schema.get_field_index(name), self._schema.field(name).type
-        if place < 0 or part.schema.field(place).type != wanted:
-            found = part.schema.field(place).type if place >= 0 else "not there"
-            raise self._wrong(name, f"is {found}, and was {wanted} before")
+        place, expected = part.schema.get_field_index(name), self._schema.field(name).type
+        if place < 0 or part.schema.field(place).type != expected:
+            actual = part.schema.field(place).type if place >= 0 else "not there"
+            raise self._wrong(name, f"is {actual}, and was {expected} before")
         column = part.column(place)
         if column.null_count:
             raise self._wrong(name, f"holds {column.null_count} nulls")
@@ -575,12 +575,12 @@ class Taking:
 
     def _integers(self, part: Any, name: str, kind: type[np.integer[Any]]) -> Array:
         """A column as int64 [n], all within what `kind` can hold."""
-        found: Array = self._filled(part, name).to_numpy(zero_copy_only=False)
+        integers: Array = self._filled(part, name).to_numpy(zero_copy_only=False)
         least, most = np.iinfo(kind).min, np.iinfo(kind).max
-        for each in (int(found.min()), int(found.max())) if found.size else ():
+        for each in (int(integers.min()), int(integers.max())) if integers.size else ():
             if not least <= each <= most:
                 raise self._wrong(name, f"holds {each}, which is not within {least} to {most}")
-        return found.astype(np.int64)
+        return integers.astype(np.int64)
 
     def _numbers(self, part: Any, name: str, size: int, kind: np.dtype[Any]) -> Array:
         """A column of lists as an array [n, size] of this kind."""
@@ -594,9 +594,9 @@ class Taking:
             if other.size:
                 have = int(other[0])
                 raise self._unlike(name, f"has a row of {have} elements, not {size}", have)
-        found: Array = flat.to_numpy(zero_copy_only=False)
+        numbers: Array = flat.to_numpy(zero_copy_only=False)
         with np.errstate(over="ignore"):  # what overflows is refused as Inf
-            return np.array(found, kind).reshape(-1, size)
+            return np.array(numbers, kind).reshape(-1, size)
 
     def _check_finite(self, keys: Array, values: Array) -> None:
         low, high = values.min(initial=0.0), values.max(initial=0.0)
@@ -619,10 +619,10 @@ class Taking:
         )
 
     def _unlike(self, name: str, what: str, have: int) -> ShapeMismatch:
-        made = f"dim={have}" if name == "value" else "the rule that the rows were trained with"
+        option = f"dim={have}" if name == "value" else "the rule that the rows were trained with"
         return ShapeMismatch(
             f"the column {name!r}{self._of} for {self._table!r} {what}",
-            fix=f"make the table with {made}, or load rows of its own size",
+            fix=f"make the table with {option}, or load rows of its own size",
         )
 
     def _non_finite(self, what: str) -> NonFinite:
@@ -631,12 +631,12 @@ class Taking:
         )
 
 
-def _without_labels(table: KeyedTable, told: Told, path: str) -> DefineMismatch:
+def _without_labels(table: KeyedTable, metadata: TableMetadata, path: str) -> DefineMismatch:
     """The error for rows with labels that would lose them."""
     read = f"pyarrow.parquet.read_table({path!r})" if path else "data"
     return DefineMismatch(
-        f"{path or 'the data'} has labels, the strings behind the keys of table {told.table!r}, "
-        f"and {table!r} keeps none",
+        f"{path or 'the data'} has labels, the strings behind the keys of table "
+        f"{metadata.table!r}, and {table!r} keeps none",
         fix=f"make it with labels=True, as in client.table({table.name!r}, ..., labels=True); to "
         f"load the rows without them, table.from_arrow({read}.drop_columns(['label']))",
     )

@@ -106,8 +106,8 @@ class Client:
     @property
     def closed(self) -> bool:
         """Whether it was closed, by a call or because the cluster was lost."""
-        lost = self.connection.exchange.lost
-        return self.connection.closed or isinstance(lost, ClientClosed)
+        error = self.connection.exchange.lost
+        return self.connection.closed or isinstance(error, ClientClosed)
 
     @property
     def timeout_s(self) -> float:
@@ -361,8 +361,10 @@ class Client:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a table's name is a str that is not empty, got {name!r}")
         if dim is None:
-            known = self._tables.get(name)
-            return known if known is not None else self._table(self.directory.find_table(name))
+            existing = self._tables.get(name)
+            return (
+                existing if existing is not None else self._table(self.directory.find_table(name))
+            )
         options = TableOptions(init if init is not None else Normal(), admit, evict, max_bytes)
         check_not_labels(name)
         most = labels_at_most(labels, options)
@@ -400,8 +402,8 @@ class Client:
         """All tables of the cluster, in the order in which they were defined; the labels of one are
         no table by themselves."""
         self.connection.check()
-        found = [self._table(block) for block in self.directory.tables()]
-        return [table for table in found if not are_labels(table.name)]
+        tables = [self._table(block) for block in self.directory.tables()]
+        return [table for table in tables if not are_labels(table.name)]
 
     def push_tables(
         self,

@@ -53,12 +53,12 @@ class Groups:
 
     def _changes(self, name: str) -> list[GroupPolicy | None]:
         """A group's newest change of policy on each shard."""
-        found: list[GroupPolicy | None] = [None] * len(self._exchange.shards)
+        changes: list[GroupPolicy | None] = [None] * len(self._exchange.shards)
         for beat in self._connection.reports():
             for report in beat.groups:
                 if report.name == name:
-                    found[beat.shard] = report.change
-        return found
+                    changes[beat.shard] = report.change
+        return changes
 
     def rest(self, group: str, timeout_s: float | None) -> None:
         """See `Client.rest`."""
@@ -77,11 +77,11 @@ def _undecided(
     name: str,
     policy: Policy,
     changes: Sequence[GroupPolicy | None],
-    wanted: ConsistencySpec,
+    expected: ConsistencySpec,
     limit_s: float,
 ) -> Timeout:
     missing = [
-        shard for shard, change in enumerate(changes) if change is None or change.policy != wanted
+        shard for shard, change in enumerate(changes) if change is None or change.policy != expected
     ]
     shards = f"shards {missing} have" if len(missing) != 1 else f"shard {missing[0]} has"
     if not missing:

@@ -88,9 +88,9 @@ class Keyed:
         assert block.table is not None
         if not block.table.labels:
             return None
-        kept = labels_kept(block.table, len(self._exchange.shards))
+        limit = labels_kept(block.table, len(self._exchange.shards))
         labels = self._client.table(block.group_name + LABELS)
-        return self._labels.setdefault(block.id, Labels(labels, kept, self._connection.workers))
+        return self._labels.setdefault(block.id, Labels(labels, limit, self._connection.workers))
 
     def define_labels(self, block: Block) -> None:
         """Define the table of a table's labels."""
@@ -108,11 +108,11 @@ class Keyed:
 
     def prefetch(self, reads: Iterable[TableRead | tuple[Any, ...]]) -> list[RowRead]:
         """See `Client.prefetch_tables`."""
-        wanted: list[tuple[Block, Array]] = []
+        requests: list[tuple[Block, Array]] = []
         for table, keys in (TableRead(*each) for each in reads):
             self._check_own(table)
-            wanted.append((table.block, as_keys(keys, table.name)[0]))
-        return self.reads.prefetch(wanted)
+            requests.append((table.block, as_keys(keys, table.name)[0]))
+        return self.reads.prefetch(requests)
 
     # --- pushes ----------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class Keyed:
         if not pushes:
             raise ValueError("a step of tables names at least one")
         with self._lock:
-            given = self.checked(pushes)
+            rows = self.checked(pushes)
             return self.push_rows(
-                given, tick=tick, weight=weight, skip=skip, leased=leased, numbered=numbered
+                rows, tick=tick, weight=weight, skip=skip, leased=leased, numbered=numbered
             )
 
     def checked(self, pushes: Sequence[TablePush]) -> list[CheckedRows]:
@@ -149,7 +149,7 @@ class Keyed:
                 f"a step names {len(names)} tables, at most {most} go in one: put fields with rows "
                 "of one width into one table, with keys of ps.keys_of(column, field=its name)"
             )
-        return [_given(push) for push in pushes]
+        return [_checked_push(push) for push in pushes]
 
     def push_rows(
         self,
@@ -176,13 +176,13 @@ class Keyed:
                 tickets = self._steps.send(parts)
                 return joined(tickets) if tickets[1:] else tickets[0]
             self._steps.raise_unread()
-            kept = [self._to_keep(push, weight) for push in compress(pushes, collects)]
+            deferred = [self._to_keep(push, weight) for push in compress(pushes, collects)]
             others = [push for push, keep in zip(pushes, collects, strict=True) if not keep]
             tickets = []
             if others:
                 parts = self.parts(others, tick=False, weight=weight, skip=skip)
                 tickets = self._steps.send(parts)
-            tickets += [self._keep_rows(push, weight, skip) for push in kept]
+            tickets += [self._keep_rows(push, weight, skip) for push in deferred]
             return joined(tickets)
 
     def _staged(self, table: str) -> Sequence[CheckedRows]:
@@ -229,13 +229,13 @@ class Keyed:
 
     def _one_hyper(self, table: str, pushes: Sequence[CheckedRows]) -> Hyper | None:
         """The hyper-parameters of a step's pushes to one table; those without keys say nothing."""
-        said = {push.hyper for push in pushes if push.keys.size or push.hyper is not None}
-        if len(said) > 1:
+        hypers = {push.hyper for push in pushes if push.keys.size or push.hyper is not None}
+        if len(hypers) > 1:
             raise ValueError(
                 f"the step of table {table!r} under way has pushes with the hyper-parameters "
-                f"{', '.join(map(str, said))}: a step has the same ones throughout"
+                f"{', '.join(map(str, hypers))}: a step has the same ones throughout"
             )
-        return next(iter(said), None)
+        return next(iter(hypers), None)
 
     def parts(
         self, pushes: Sequence[CheckedRows], *, tick: bool, weight: float | None, skip: bool
@@ -278,8 +278,10 @@ class Keyed:
                     self.reads.wrote(block, keys)
                 self.reads.base_of_push(block)
                 bad = bool(row_pushes) and row_pushes[0].bad >= 0
-                said = staged.weight if weight is None else weight
-                options = StepOptions(tick, 1.0 if said is None else said, skip or bad)
+                step_weight = staged.weight if weight is None else weight
+                options = StepOptions(
+                    tick, 1.0 if step_weight is None else step_weight, skip or bad
+                )
                 what = "step" if tick else "push"
                 parts += [
                     StepParts(what, block, (), (), options, row_pushes, (), False, staged.tickets)
@@ -312,11 +314,11 @@ class Keyed:
     def _bad_row(self, block: Block, key: int) -> NonFinite:
         rank = self._connection.rank
         who = f"rank {rank}" if rank >= 0 else "a client without a rank"
-        kept = self._labels.get(block.id)
-        label = kept.sent(key) if kept is not None else ""
-        shown = f"{key} ({label!r})" if label else str(key)
+        labels = self._labels.get(block.id)
+        label = labels.sent_string(key) if labels is not None else ""
+        which = f"{key} ({label!r})" if label else str(key)
         return NonFinite(
-            f"the gradient of key {shown} of table {block.group_name!r} on {who} holds NaN or Inf, "
+            f"the gradient of key {which} of table {block.group_name!r} on {who} holds NaN or Inf, "
             "or its sum with others of that key does",
             fix="lower the learning rate, clip, or use on_nonfinite='skip' in the table's policy",
         )
@@ -325,19 +327,19 @@ class Keyed:
 
     def reports(self, block: Block) -> list[TableReport]:
         """What each shard has of a table, in shard order."""
-        found = {
+        by_shard = {
             beat.shard: report.table
             for beat in self._connection.reports()
             for report in beat.groups
             if report.name == block.group_name and report.table is not None
         }
-        missing = [s.number for s in self._exchange.shards if s.number not in found]
+        missing = [s.number for s in self._exchange.shards if s.number not in by_shard]
         if missing:
             raise ParamServeError(
                 f"shards {missing} said nothing of table {block.group_name!r}",
                 fix="look at these servers",
             )
-        return [found[shard.number] for shard in self._exchange.shards]
+        return [by_shard[shard.number] for shard in self._exchange.shards]
 
     def scan(
         self, block: Block, rows: int, width: int, idle: bool, timeout_s: float | None
@@ -349,28 +351,28 @@ class Keyed:
         for shard in range(len(self._exchange.shards)):
             cursor = 0
             while cursor >= 0:
-                asked = Scan(0, block.id, cursor, rows, width, 0, 0, idle)
-                records, cursor = self._scan_part(block, shard, asked, timeout_s)
+                request = Scan(0, block.id, cursor, rows, width, 0, 0, idle)
+                records, cursor = self._scan_part(block, shard, request, timeout_s)
                 if records.keys.size:
                     yield records
 
     def _scan_part(
-        self, block: Block, shard: int, asked: Scan, timeout_s: float | None
+        self, block: Block, shard: int, request: Scan, timeout_s: float | None
     ) -> tuple[Records, int]:
         self._connection.check()
         assert block.table is not None
-        shape = (asked.rows, block.table.dim, asked.width if asked.width >= 0 else None)
+        shape = (request.rows, block.table.dim, request.width if request.width >= 0 else None)
         with self._lock:
-            slot = self._exchange.take(class_bytes(records_bytes(*shape, asked.idle)))
-            asked = structs.replace(asked, arena=slot.arena, offset=slot.offset)
-            others = structs.replace(asked, rows=0)
+            slot = self._exchange.take(class_bytes(records_bytes(*shape, request.idle)))
+            request = structs.replace(request, arena=slot.arena, offset=slot.offset)
+            others = structs.replace(request, rows=0)
             requests: list[ShardRequest] = [
-                asked if each == shard else others for each in range(len(self._exchange.shards))
+                request if each == shard else others for each in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
-            found, after = done(operation)[shard].counts
+            count, after = done(operation)[shard].counts
             # The slot may be given out again when the lock is released.
-            return records_at(slot.bytes, 0, *shape, asked.idle).first(found), after
+            return records_at(slot.bytes, 0, *shape, request.idle).first(count), after
 
     def put(self, block: Block, records: Records, timeout_s: float | None) -> None:
         """Overwrite or create whole rows; see `Table.put`."""
@@ -378,22 +380,22 @@ class Keyed:
         assert block.table is not None
         dim = block.table.dim
         width = -1 if records.state is None else records.state.shape[1]
-        kept, idle = (width if width >= 0 else None), records.idle is not None
+        state_width, idle = (width if width >= 0 else None), records.idle is not None
         shards = len(self._exchange.shards)
         owner = shard_of(records.keys, shards)
         with self._lock:
             counts = [int((owner == shard).sum()) for shard in range(shards)]
-            sizes = [records_bytes(count, dim, kept, idle) for count in counts]
+            sizes = [records_bytes(count, dim, state_width, idle) for count in counts]
             slot = self._exchange.take(class_bytes(sum(sizes)))
             self.reads.wrote(block, records.keys)
             requests: list[ShardRequest] = []
             offset = 0
             for shard, count in enumerate(counts):
-                into = records_at(slot.bytes, offset, count, dim, kept, idle)
-                chosen = np.flatnonzero(owner == shard)
+                into = records_at(slot.bytes, offset, count, dim, state_width, idle)
+                indices = np.flatnonzero(owner == shard)
                 for target, source in zip(into, records, strict=True):
                     if target is not None and source is not None:
-                        target[...] = source[chosen]
+                        target[...] = source[indices]
                 at = slot.offset + offset
                 requests.append(Put(0, block.id, count, width, slot.arena, at, idle))
                 offset += sizes[shard]
@@ -445,15 +447,15 @@ class Keyed:
         return answers, answered
 
 
-def _given(push: TablePush) -> CheckedRows:
+def _checked_push(push: TablePush) -> CheckedRows:
     """What a step of several tables pushes to one of them; raises as `Table.push`."""
     table, keys, gradients, hyper = push
     if keys is None and gradients is None:
         return CheckedRows.none_of(table.block, hyper)
     if keys is None or gradients is None:
         raise ValueError(f"keys and gradients of table {table.name!r} come together")
-    found = as_rows(keys, gradients, table.dim, table.name, table.keys_of, table.wide)
-    return CheckedRows(table.block, *found, hyper)
+    rows = as_rows(keys, gradients, table.dim, table.name, table.keys_of, table.wide)
+    return CheckedRows(table.block, *rows, hyper)
 
 
 def joined(tickets: Sequence[Ticket]) -> Ticket:

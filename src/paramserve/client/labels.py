@@ -39,20 +39,20 @@ SENT_MAX = 1 << 20
 """Keys that a client remembers to have sent; past it, it forgets them and sends them again."""
 
 
-def labels_at_most(given: bool | int, options: TableOptions) -> int:
+def labels_at_most(argument: bool | int, options: TableOptions) -> int:
     """How many labels a table keeps; 0: none.
 
     Args:
-        given: as `Client.table` has it.
+        argument: as `Client.table` has it.
         options: of the table whose keys they name.
     Raises:
-        TypeError, ValueError: `given` is neither a bool nor an int of at least 1.
+        TypeError, ValueError: `argument` is neither a bool nor an int of at least 1.
     """
-    if given is False:
+    if argument is False:
         return 0
-    if given is not True:
-        check_count("labels", given)
-        return given
+    if argument is not True:
+        check_count("labels", argument)
+        return argument
     rows = options.lru.rows if options.lru is not None else None
     return rows if rows is not None else LABELS_MAX
 
@@ -99,9 +99,9 @@ class Labels:
     def __init__(self, table: Any, most: int, workers: int) -> None:
         self._table = table
         self._most = most
-        self._sent: dict[int, str] = {}
+        self._sent_strings: dict[int, str] = {}
         """Strings by key, of those that the shards have from here; at most `SENT_MAX`."""
-        self._given = 0
+        self._keys_since_look = 0
         """Keys since the last look at what was created."""
         self._look = min(most // (4 * max(workers, 1)), LOOK_KEYS)
         self._created = self._deleted = 0
@@ -118,43 +118,43 @@ class Labels:
             As `Table.put`.
         """
         distinct, first = np.unique(keys.reshape(-1), return_index=True)
-        self._given += distinct.size
-        if self._given > self._look:
+        self._keys_since_look += distinct.size
+        if self._keys_since_look > self._look:
             self._forget()
-        new = [i for i, key in enumerate(distinct.tolist()) if key not in self._sent]
+        new = [i for i, key in enumerate(distinct.tolist()) if key not in self._sent_strings]
         if new:
             self.put(distinct[new], strings_at(strings, first[new]))
 
     def _forget(self) -> None:
         """Forget what was sent if some client has deleted labels, or the shards may soon evict
         some: a label in use is sent again then. Those are evicted that were sent longest ago."""
-        self._given = 0
+        self._keys_since_look = 0
         reports = self._table.reports()
         created = sum(report.created for report in reports)
         deleted = sum(report.deleted for report in reports)
         if created - self._created > self._most // 4 or deleted != self._deleted:
-            self._sent.clear()
+            self._sent_strings.clear()
             self._created, self._deleted = created, deleted
 
     def delete(self, keys: Array, timeout_s: float | None) -> None:
         """Delete the strings of keys, int64 [n]."""
         self._table.delete(keys, timeout_s=timeout_s)
         for key in keys.tolist():
-            self._sent.pop(key, None)
+            self._sent_strings.pop(key, None)
 
     def put(self, keys: Array, strings: Sequence[str]) -> None:
         """Send the strings of keys, int64 [n]."""
         for start in range(0, keys.size, PUT_ROWS):
             part = slice(start, start + PUT_ROWS)
             self._table.put(keys[part], encoded(strings[part]))
-        if len(self._sent) + keys.size > SENT_MAX:
-            self._sent.clear()
+        if len(self._sent_strings) + keys.size > SENT_MAX:
+            self._sent_strings.clear()
         if keys.size <= min(SENT_MAX, self._most):
-            self._sent.update(zip(keys.tolist(), strings, strict=True))
+            self._sent_strings.update(zip(keys.tolist(), strings, strict=True))
 
-    def sent(self, key: int) -> str:
+    def sent_string(self, key: int) -> str:
         """The string of a key that this client has sent; empty: it does not know it."""
-        return self._sent.get(key, "")
+        return self._sent_strings.get(key, "")
 
     def of(self, keys: Array) -> list[str]:
         """The strings of keys, int64 [n]; empty where none is known."""

@@ -34,7 +34,7 @@ class CacheReport(NamedTuple):
     memory_bytes: int
 
 
-class Found(NamedTuple):
+class CachedRows(NamedTuple):
     """What of some keys is here."""
 
     rows: Array
@@ -68,7 +68,7 @@ class RowCache:
         self._read_at = np.full(rows, NEVER)
         """The client's clock; `NEVER` where there is no copy."""
         self._used = np.zeros(rows, np.bool_)
-        self._begun = 0
+        self._first_fresh = 0
         """Places that have been used at all."""
         self._free = np.empty(0, np.int64)
         """Those of them that are free again."""
@@ -84,7 +84,7 @@ class RowCache:
         nbytes = sum(each.nbytes for each in arrays)
         return CacheReport(len(self._index), self._hits, self._misses, nbytes)
 
-    def find(self, keys: Array, clock: int) -> Found:
+    def find(self, keys: Array, clock: int) -> CachedRows:
         """Copies of these keys, int64 [n], that are fresh at a clock."""
         places = self._places(keys)
         read_at = self._read_at[places]
@@ -94,10 +94,10 @@ class RowCache:
         self._misses += missing.size
         if missing.size == keys.size:
             rows = np.empty((keys.size, self._values.shape[1]), np.float32)
-            return Found(rows, missing, None)
+            return CachedRows(rows, missing, None)
         self._used[places[fresh]] = True
         rows = self._values.take(places, axis=0, mode="clip")
-        return Found(rows, missing, self._lowest(int(read_at[fresh].min())))
+        return CachedRows(rows, missing, self._lowest(int(read_at[fresh].min())))
 
     def _places(self, keys: Array) -> Array:
         self._index.move(keys.size)
@@ -120,10 +120,10 @@ class RowCache:
         """
         self._note(clock, versions)
         places = self._places(keys)
-        known = np.flatnonzero(places >= 0)
-        known = known[self._read_at[places[known]] <= clock]
-        self._values[places[known]] = rows[known]
-        self._read_at[places[known]] = clock
+        present = np.flatnonzero(places >= 0)
+        present = present[self._read_at[places[present]] <= clock]
+        self._values[places[present]] = rows[present]
+        self._read_at[places[present]] = clock
         new = np.flatnonzero(places < 0)
         room = self._make_room(min(new.size, self._keys.size), clock)
         new = new[: room.size]
@@ -134,12 +134,12 @@ class RowCache:
         self._used[room] = False
 
     def _note(self, clock: int, versions: Sequence[int]) -> None:
-        known = self._versions.get(clock)
-        if known is None:
-            kept = {at: v for at, v in self._versions.items() if at >= clock - self.clocks}
-            self._versions = kept | {clock: list(versions)}
+        oldest = self._versions.get(clock)
+        if oldest is None:
+            recent = {at: v for at, v in self._versions.items() if at >= clock - self.clocks}
+            self._versions = recent | {clock: list(versions)}
         else:
-            self._versions[clock] = [min(each) for each in zip(known, versions, strict=True)]
+            self._versions[clock] = [min(each) for each in zip(oldest, versions, strict=True)]
 
     def drop(self, keys: Array) -> None:
         """Let go of the copies of these keys, int64 [n]; they may repeat."""
@@ -156,27 +156,27 @@ class RowCache:
 
     def _make_room(self, count: int, clock: int) -> Array:
         """Places for new copies, int64 [count]; the copies that were there are dropped."""
-        begun = min(count, self._keys.size - self._begun)
-        fresh = np.arange(self._begun, self._begun + begun, dtype=np.int64)
-        self._begun += begun
-        left = max(self._free.size - (count - begun), 0)
-        free, self._free = self._free[left:], self._free[:left]
-        found = [fresh, free]
-        wanted = count - begun - free.size
-        while wanted:
-            gone = self._sweep(wanted, clock - self.clocks)
-            self._take_out(gone)
-            found.append(gone)
-            wanted -= gone.size
-        return np.concatenate(found)
+        fresh_count = min(count, self._keys.size - self._first_fresh)
+        fresh = np.arange(self._first_fresh, self._first_fresh + fresh_count, dtype=np.int64)
+        self._first_fresh += fresh_count
+        remaining = max(self._free.size - (count - fresh_count), 0)
+        free, self._free = self._free[remaining:], self._free[:remaining]
+        places = [fresh, free]
+        needed = count - fresh_count - free.size
+        while needed:
+            evicted = self._sweep(needed, clock - self.clocks)
+            self._take_out(evicted)
+            places.append(evicted)
+            needed -= evicted.size
+        return np.concatenate(places)
 
-    def _sweep(self, wanted: int, oldest: int) -> Array:
+    def _sweep(self, count: int, oldest: int) -> Array:
         """Places of copies that may go, at most so many, among the next ones under the hand."""
-        end = min(self._hand + max(2 * wanted, LOOKED_AT_MIN), self._keys.size)
+        end = min(self._hand + max(2 * count, LOOKED_AT_MIN), self._keys.size)
         used, read_at = self._used[self._hand : end], self._read_at[self._hand : end]
-        gone = np.flatnonzero(((read_at < oldest) | ~used) & (read_at != NEVER))[:wanted]
-        passed = int(gone[-1]) + 1 if gone.size == wanted else end - self._hand
+        evicted = np.flatnonzero(((read_at < oldest) | ~used) & (read_at != NEVER))[:count]
+        passed = int(evicted[-1]) + 1 if evicted.size == count else end - self._hand
         used[:passed] = False
-        places = gone + self._hand
+        places = evicted + self._hand
         self._hand = (self._hand + passed) % self._keys.size
         return places

@@ -47,17 +47,17 @@ class RowEncoder:
         """
         codecs = push.block.row_codecs
         assert codecs is not None
-        taken = [push.slot]
+        slots = [push.slot]
         try:
             parts = [self._part(push, header) for header in push.headers]
             sizes = [codecs.gradient_bytes(keys) if keys.size else 0 for keys, _ in parts]
-            taken += self._links.take_each([class_bytes(sum(map(padded, sizes)))])
-            made = self._write(push, codecs, parts, sizes, taken[-1])
+            slots += self._links.take_each([class_bytes(sum(map(padded, sizes)))])
+            encoded = self._write(push, codecs, parts, sizes, slots[-1])
         except BaseException:
-            self._links.give_back(taken)
+            self._links.give_back(slots)
             raise
-        self._links.give_back(taken[:1])
-        return made
+        self._links.give_back(slots[:1])
+        return encoded
 
     def _part(self, push: RowPush, header: Gradient) -> tuple[Array, Array]:
         """A shard's keys, rising, and their gradients."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.connection import Connection
-from paramserve.client.row_cache import CacheReport, Found, RowCache
+from paramserve.client.row_cache import CachedRows, CacheReport, RowCache
 from paramserve.client.row_slots import RowPull, lay_pull, owned
 from paramserve.client.step_parts import StepParts
 from paramserve.client.steps import Steps
@@ -57,10 +57,10 @@ class RowRead(Struct, eq=False, weakref=True):
 
     Attributes:
         clock: of this client when it began.
-        wanted: the keys that the shards are asked for, int64 [m].
-        numbers: which of the wanted keys each key is that was not found here; None: `wanted` are
-            just these.
-        found: what of the keys was found here.
+        requested: the keys that the shards are asked for, int64 [m].
+        numbers: which of the requested keys each key is of which no copy is here; None:
+            `requested` are just these.
+        cached: copies of the keys' rows that are here.
         exact: whether the rows come as they are, whatever codec of pulls the table has.
     """
 
@@ -68,9 +68,9 @@ class RowRead(Struct, eq=False, weakref=True):
     block: Block
     keys: Array
     clock: int
-    wanted: Array
+    requested: Array
     numbers: Array | None = None
-    found: Found | None = None
+    cached: CachedRows | None = None
     ticket: Ticket | None = None
     pull: RowPull | None = None
     _pushed: list[Array] = []
@@ -89,15 +89,15 @@ class RowRead(Struct, eq=False, weakref=True):
         """
         self._pushed.append(keys)
         self._pushed_size += keys.size
-        if self._pushed_size > PUSHED_MAX + 2 * self.wanted.size:
-            own = self.wanted[self.overtaken()]
+        if self._pushed_size > PUSHED_MAX + 2 * self.requested.size:
+            own = self.requested[self.overtaken()]
             self._pushed, self._pushed_size = [own] if own.size else [], own.size
 
     def overtaken(self) -> Array:
         """Which of the wanted keys were pushed to since the read began: bool [m]."""
         if not self._pushed:
-            return np.zeros(self.wanted.size, np.bool_)
-        return _among(np.concatenate(self._pushed), self.wanted)
+            return np.zeros(self.requested.size, np.bool_)
+        return _among(np.concatenate(self._pushed), self.requested)
 
 
 class ReadVersions:
@@ -184,12 +184,12 @@ class RowReads:
         read = RowRead(self, block, keys, clock, keys, exact=exact or self.exact)
         cache = self._cache(block) if self._caches and not exact else None
         if cache is not None:
-            read.found = cache.find(keys, read.clock)
-            read.wanted, read.numbers = routing.distinct(keys[read.found.missing])
-            if read.wanted.size:
+            read.cached = cache.find(keys, read.clock)
+            read.requested, read.numbers = routing.distinct(keys[read.cached.missing])
+            if read.requested.size:
                 self._under_way.setdefault(block.id, WeakSet()).add(read)
         elif not self._exchange.shared:  # Over a network each row travels once.
-            read.wanted, read.numbers = routing.distinct(keys)
+            read.requested, read.numbers = routing.distinct(keys)
         return read
 
     def _cache(self, block: Block) -> RowCache | None:
@@ -200,29 +200,29 @@ class RowReads:
     def _begin(self, reads: list[RowRead], timeout_s: float | None) -> list[RowRead]:
         """Send reads in one message to each shard."""
         # Loops and `+=`, as in `Steps`: a comprehension or an `append` is one call more.
-        asked: list[RowRead] = []
+        requests: list[RowRead] = []
         for read in reads:
-            if read.wanted.size:
-                asked += [read]
-        if not asked:
+            if read.requested.size:
+                requests += [read]
+        if not requests:
             return reads
-        self._steps.begin(timeout_s, "pull", len(asked), reads=True)
+        self._steps.begin(timeout_s, "pull", len(requests), reads=True)
         parts: list[StepParts] = []
         try:
-            for read in asked:
-                read.pull = lay_pull(self._exchange, read.block, read.wanted, exact=read.exact)
+            for read in requests:
+                read.pull = lay_pull(self._exchange, read.block, read.requested, exact=read.exact)
                 parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         except Overloaded:  # at once: what refers to the error refers to these
             self._exchange.give_back([slot for each in parts for slot in each.taken_slots])
             raise
-        for read, ticket in zip(asked, self._steps.ask(parts), strict=True):
+        for read, ticket in zip(requests, self._steps.ask(parts), strict=True):
             read.ticket = ticket
         return reads
 
     def _finish(self, read: RowRead, timeout_s: float | None, learns: bool) -> Array:
         """Wait for a read: its rows, float32 [n, dim]."""
         versions: list[int] | None = None
-        asked = NO_ROWS
+        rows = NO_ROWS
         if read.ticket is not None and read.pull is not None:
             try:
                 finish(read.ticket, timeout_s)
@@ -230,35 +230,35 @@ class RowReads:
                 with self._lock:
                     self._steps.forget(read.ticket)
                 raise
-            asked = owned(self._exchange, read.pull)
+            rows = owned(self._exchange, read.pull)
             codecs = read.block.row_codecs
             local = self._exchange.shared and not read.exact
             if codecs is not None and local and codecs.pull_even_local:
-                codecs.round(asked)
+                codecs.round(rows)
             assert read.ticket.operation is not None
             replies = read.ticket.operation.replies
             versions = []
             for shard in range(self._exchange.count):
                 versions += [replies[shard].version if shard in replies else NOT_READ]
         with self._lock:
-            if read.found is not None and versions is not None:
-                self._keep(read, asked, versions)
+            if read.cached is not None and versions is not None:
+                self._keep(read, rows, versions)
             self._note_versions(read, versions, learns)
-        if read.found is None:
-            return asked if read.numbers is None else asked[read.numbers]
+        if read.cached is None:
+            return rows if read.numbers is None else rows[read.numbers]
         if read.numbers is not None and read.numbers.size:
-            read.found.rows[read.found.missing] = asked[read.numbers]
-        return read.found.rows
+            read.cached.rows[read.cached.missing] = rows[read.numbers]
+        return read.cached.rows
 
     def _note_versions(self, read: RowRead, versions: list[int] | None, learns: bool) -> None:
-        kept = read.found.versions if read.found is not None else None
+        cached = read.cached.versions if read.cached is not None else None
         noted = self._read_versions.get(read.block.group)
         if noted is None:
             noted = self._read_versions[read.block.group] = ReadVersions()
-        if versions is None or kept is None:
-            noted.read(versions or kept or [], learns)
+        if versions is None or cached is None:
+            noted.read(versions or cached or [], learns)
         else:
-            noted.read([min(each) for each in zip(versions, kept, strict=True)], learns)
+            noted.read([min(each) for each in zip(versions, cached, strict=True)], learns)
 
     def base_of_push(self, block: Block) -> None:
         """Let the next push to a table's group say what its rows were read at: a read that was
@@ -269,38 +269,38 @@ class RowReads:
 
     # --- ahead -----------------------------------------------------------------------------------
 
-    def prefetch(self, wanted: Sequence[tuple[Block, Array]]) -> list[RowRead]:
+    def prefetch(self, requests: Sequence[tuple[Block, Array]]) -> list[RowRead]:
         """Ask for rows ahead, of several tables in one message to each shard.
 
         Args:
-            wanted: blocks of tables, and keys as int64 [n].
+            requests: blocks of tables, and keys as int64 [n].
         Raises:
             As `Table.prefetch`. None of them is read ahead.
         """
         self._connection.check()
-        asked: list[RowRead] = []
+        reads: list[RowRead] = []
         with self._lock:
             most = min(TOGETHER_MAX, self._exchange.requests)
             try:
-                for some in _parts([each for each in wanted if each[1].size], most):
+                for some in _parts([each for each in requests if each[1].size], most):
                     looked = [self._look(block, keys.copy()) for block, keys in some]
                     for read in self._begin(looked, None):
-                        asked.append(read)
-                        kept = self._usable(read.block)
-                        kept.append(read)
-                        if len(kept) > PREFETCHED_MAX:
-                            self._forget_read(kept.popleft())
+                        reads.append(read)
+                        usable = self._usable(read.block)
+                        usable.append(read)
+                        if len(usable) > PREFETCHED_MAX:
+                            self._forget_read(usable.popleft())
             except BaseException:
-                for read in asked:
+                for read in reads:
                     self.drop(read)
                 raise
-        return asked
+        return reads
 
     def drop(self, read: RowRead) -> None:
         """Forget a prefetch, if no pull has read it; its memory goes back."""
         with self._lock:
-            kept = self._prefetched.get(read.block.id, ())
-            if read in kept:
+            prefetched = self._prefetched.get(read.block.id, ())
+            if read in prefetched:
                 self._prefetched[read.block.id].remove(read)
                 self._forget_read(read)
 
@@ -311,28 +311,28 @@ class RowReads:
 
     def _usable(self, block: Block) -> deque[RowRead]:
         """The prefetches of a table that a pull may use at this clock; older ones are let go."""
-        kept = self._prefetched.setdefault(block.id, deque())
-        if kept:
+        prefetched = self._prefetched.setdefault(block.id, deque())
+        if prefetched:
             clocks = 0 if self._steps.traits_of(block).collects else AHEAD_CLOCKS_MAX
             oldest = self._steps.clocks.get(block.group_name, 0) - clocks
-            while kept and kept[0].clock < oldest:
-                self._forget_read(kept.popleft())
-        return kept
+            while prefetched and prefetched[0].clock < oldest:
+                self._forget_read(prefetched.popleft())
+        return prefetched
 
     def _ahead(self, block: Block, keys: Array) -> tuple[RowRead, Array | None] | None:
         """A read that was begun ahead and has all of these keys, with the number of each among its
         own; None: they are just these. The caller is its owner now."""
         if not self._prefetched.get(block.id):
             return None
-        kept = self._usable(block)
-        for read in kept:
+        usable = self._usable(block)
+        for read in usable:
             if np.array_equal(read.keys, keys):
-                kept.remove(read)
+                usable.remove(read)
                 return read, None
-        for read in kept:
+        for read in usable:
             places = places_among(read.keys, keys)
             if places is not None:
-                kept.remove(read)
+                usable.remove(read)
                 return read, places
         return None
 
@@ -367,7 +367,7 @@ class RowReads:
         cache = self._cache(read.block)
         if cache is None:
             return
-        keys, overtaken = read.wanted, read.overtaken()
+        keys, overtaken = read.requested, read.overtaken()
         if overtaken.any():
             keys, rows = keys[~overtaken], rows[~overtaken]
         cache.keep(keys, rows, read.clock, versions)
@@ -383,8 +383,8 @@ class RowReads:
     def deleted(self, block: Block, keys: Array) -> None:
         """This client deletes rows, of keys [n > 0]: it reads none of them from copies, nor from
         what it has asked for ahead."""
-        kept = self._prefetched.get(block.id, ())
-        for read in [each for each in kept if _among(keys, each.keys).any()]:
+        prefetched = self._prefetched.get(block.id, ())
+        for read in [each for each in prefetched if _among(keys, each.keys).any()]:
             self._prefetched[block.id].remove(read)
             self._forget_read(read)
         cache = self._caches.get(block.id)
@@ -400,34 +400,34 @@ class RowReads:
                 read.wrote(own)
 
 
-def places_among(held: Array, keys: Array) -> Array | None:
+def places_among(others: Array, keys: Array) -> Array | None:
     """Where each of some keys, int64 [n], first stands among others, int64 [m]; None if one does
     not."""
-    if not bool((held == keys[0]).any()):  # the common way not to be among them, and quick
+    if not bool((others == keys[0]).any()):  # the common way not to be among them, and quick
         return None
-    distinct, numbers = routing.distinct(np.concatenate([held, keys]))
-    among, wanted = numbers[: held.size], numbers[held.size :]
-    known = int(among.max()) + 1
-    if distinct.size > known:
+    distinct, numbers = routing.distinct(np.concatenate([others, keys]))
+    among, key_numbers = numbers[: others.size], numbers[others.size :]
+    count = int(among.max()) + 1
+    if distinct.size > count:
         return None
-    if known == held.size:
-        return wanted
-    first = np.empty(known, np.int64)
-    first[among[::-1]] = np.arange(held.size - 1, -1, -1)
-    places: Array = first[wanted]
+    if count == others.size:
+        return key_numbers
+    first = np.empty(count, np.int64)
+    first[among[::-1]] = np.arange(others.size - 1, -1, -1)
+    places: Array = first[key_numbers]
     return places
 
 
-def _among(held: Array, keys: Array) -> Array:
+def _among(others: Array, keys: Array) -> Array:
     """Which of some keys are among others."""
-    _, numbers = routing.distinct(np.concatenate([held, keys]))
-    known = int(numbers[: held.size].max()) + 1
-    found: Array = numbers[held.size :] < known
-    return found
+    _, numbers = routing.distinct(np.concatenate([others, keys]))
+    count = int(numbers[: others.size].max()) + 1
+    mask: Array = numbers[others.size :] < count
+    return mask
 
 
 def _parts(
-    wanted: Sequence[tuple[Block, Array]], most: int
+    requests: Sequence[tuple[Block, Array]], most: int
 ) -> Iterator[Sequence[tuple[Block, Array]]]:
-    for start in range(0, len(wanted), most):
-        yield wanted[start : start + most]
+    for start in range(0, len(requests), most):
+        yield requests[start : start + most]

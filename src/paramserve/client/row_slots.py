@@ -123,10 +123,10 @@ def lay_push(
         not_finite = wide.first_bad(values.view(kind))
         if not_finite < 0:
             keys, values = wide.summed(keys, values.view(kind))
-    found, numbers = routing.distinct(keys)
+    distinct, numbers = routing.distinct(keys)
     shards = links.count
-    (slot,) = links.take_each([push_bytes(found.size, block.table.dim, shards)])
-    bad, parts = routing.lay_gradient(found, numbers, values, shards, slot.words)
+    (slot,) = links.take_each([push_bytes(distinct.size, block.table.dim, shards)])
+    bad, parts = routing.lay_gradient(distinct, numbers, values, shards, slot.words)
     if kind is not None:
         bad = not_finite  # the kernel has looked at words
     headers: list[Gradient] = []
@@ -150,8 +150,8 @@ def lay_pull(links: Links, block: Block, keys: Array, *, exact: bool = False) ->
     places: list[ReadTarget] = []
     kind = ExactKeys if exact else Keys
     for count, at in routing.lay_keys(keys, shards, slot.words):
-        asked = kind(count, arena, offset + at, total)
-        places += [ReadTarget(block.id, arena, offset + start, asked)]
+        shard_keys = kind(count, arena, offset + at, total)
+        places += [ReadTarget(block.id, arena, offset + start, shard_keys)]
     return RowPull(block, tuple(places), slot, start, (total, dim))
 
 
@@ -164,13 +164,13 @@ def lay_named(
         keys: int64 [n].
     """
     owner = shard_of(keys, links.count)
-    chosen = [np.flatnonzero(owner == shard) for shard in range(links.count)]
-    sizes = [padded(8 * own.size) + padded(own.size) for own in chosen]
+    indices = [np.flatnonzero(owner == shard) for shard in range(links.count)]
+    sizes = [padded(8 * own.size) + padded(own.size) for own in indices]
     (slot,) = links.take_each([class_bytes(sum(sizes))])
     requests: list[ShardRequest] = []
     answers: list[tuple[Array, Array]] = []
     offset = 0
-    for own, size in zip(chosen, sizes, strict=True):
+    for own, size in zip(indices, sizes, strict=True):
         view_at(slot.bytes, np.int64, own.size, offset)[...] = keys[own]
         behind = view_at(slot.bytes, np.uint8, own.size, offset + padded(8 * own.size))
         answers.append((own, behind))

@@ -107,10 +107,10 @@ def strings_at(strings: Any, places: Array) -> list[str]:
     """Some of the strings that `hashed` has taken, by their numbers in the flat column."""
     column = _arrow(strings)
     if column is not None:
-        found = column.take(sys.modules["pyarrow"].array(places)).to_pylist()
+        texts = column.take(sys.modules["pyarrow"].array(places)).to_pylist()
     else:
-        found = _array(strings).reshape(-1)[places].tolist()
-    return [each.decode(errors="replace") if isinstance(each, bytes) else each for each in found]
+        texts = _array(strings).reshape(-1)[places].tolist()
+    return [each.decode(errors="replace") if isinstance(each, bytes) else each for each in texts]
 
 
 def _array(strings: Any) -> Array:
@@ -240,7 +240,7 @@ def _refuse(what: str, element: Any, number: int, shape: tuple[int, ...]) -> NoR
     raise _no_text(what, f"are no strings: {place} has the type {kind}", integers=integers)
 
 
-def _no_text(what: str, told: str, *, integers: bool = False) -> TypeError:
+def _no_text(what: str, fact: str, *, integers: bool = False) -> TypeError:
     """The error for a column that is not of strings. What to do with integers comes first where it
     begins with one."""
     keys = (
@@ -252,7 +252,7 @@ def _no_text(what: str, told: str, *, integers: bool = False) -> TypeError:
         f"{READ_AS_STRINGS}"
     )
     fixes = [keys, strings] if integers else ["ps.keys_of takes str and bytes", strings, keys]
-    return TypeError(f"{what}: these {told}. Applied: no. To fix: {'. '.join(fixes)}")
+    return TypeError(f"{what}: these {fact}. Applied: no. To fix: {'. '.join(fixes)}")
 
 
 def _not_utf8(what: str, text: str, number: int, shape: tuple[int, ...]) -> ValueError:

@@ -99,13 +99,13 @@ class Table:
             ValueError: the table was made without `labels=True`.
             As `pull`.
         """
-        known = self.known_labels()
-        if known is None:
+        labels = self.known_labels()
+        if labels is None:
             raise ValueError(
                 f"table {self.name!r} keeps no labels. Applied: no. To fix: make it with "
                 f"client.table({self.name!r}, ..., labels=True)"
             )
-        return known.of(as_keys(keys, self.name)[0])
+        return labels.of(as_keys(keys, self.name)[0])
 
     def known_labels(self) -> Labels | None:
         """What it keeps strings in, if it was defined with labels."""
@@ -120,8 +120,12 @@ class Table:
         if not keys.size:
             return
         self._unasked = False
-        known, first = self.known_labels(), keys[:ASKED_KEYS]
-        if known is None or np.abs(keys, dtype=np.float64).max() >= HASHES or any(known.of(first)):
+        labels, first = self.known_labels(), keys[:ASKED_KEYS]
+        if (
+            labels is None
+            or np.abs(keys, dtype=np.float64).max() >= HASHES
+            or any(labels.of(first))
+        ):
             return
         warn_user(
             f"table {self.name!r} keeps labels, and its first keys here are integers without one, "
@@ -158,10 +162,10 @@ class Table:
         flat, shape = as_keys(keys, self.name)
         if self._unasked and learns:
             self._compare_with_labels(flat)
-        found = self._reads.pull(self.block, flat, learns=learns, timeout_s=timeout_s, exact=exact)
+        rows = self._reads.pull(self.block, flat, learns=learns, timeout_s=timeout_s, exact=exact)
         if self.wide is not None:
-            found = found.view(self.wide)
-        return found if len(shape) == 1 else found.reshape(*shape, self.dim)
+            rows = rows.view(self.wide)
+        return rows if len(shape) == 1 else rows.reshape(*shape, self.dim)
 
     def push(
         self,
@@ -273,8 +277,8 @@ class Table:
 
     def keys(self, *, timeout_s: float | None = None) -> Array:
         """The keys that have a row, int64 [n], shard by shard."""
-        found = [each.keys for each in self.scan(timeout_s=timeout_s)]
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        parts = [each.keys for each in self.scan(timeout_s=timeout_s)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def scan(
         self, rows: int = SCAN_ROWS, *, state: bool = False, timeout_s: float | None = None
@@ -332,15 +336,15 @@ class Table:
         records = Records(flat, rows)
         if state is not None and counts is not None:
             width = self.reports()[0].width
-            kept = np.ascontiguousarray(state, np.float32)
-            if kept.shape != (flat.size, width) or np.shape(counts) != (flat.size,):
+            state_rows = np.ascontiguousarray(state, np.float32)
+            if state_rows.shape != (flat.size, width) or np.shape(counts) != (flat.size,):
                 raise ShapeMismatch(
-                    f"state {list(kept.shape)} and counts {list(np.shape(counts))} came for "
+                    f"state {list(state_rows.shape)} and counts {list(np.shape(counts))} came for "
                     f"{flat.size} rows of table {self.name!r}, expected [{flat.size}, {width}] and "
                     f"[{flat.size}]",
                     fix="give what scan(state=True) of a table with the same rule gave",
                 )
-            records = Records(flat, rows, kept, np.ascontiguousarray(counts, np.uint32))
+            records = Records(flat, rows, state_rows, np.ascontiguousarray(counts, np.uint32))
         if idle is not None:
             records = records._replace(idle=_clocks(idle, flat.size, self.name))
         check_records(records, self.block.spec)
@@ -471,16 +475,16 @@ class Table:
 
 def _clocks(idle: npt.ArrayLike, rows: int, table: str) -> Array:
     """Clocks since rows were used, int64 [rows]."""
-    found = np.asarray(idle)
-    if found.shape != (rows,) or (rows and found.dtype.kind not in "iu"):
+    clocks = np.asarray(idle)
+    if clocks.shape != (rows,) or (rows and clocks.dtype.kind not in "iu"):
         raise ShapeMismatch(
-            f"idle {list(found.shape)} of {found.dtype} came for {rows} rows of table {table!r}, "
+            f"idle {list(clocks.shape)} of {clocks.dtype} came for {rows} rows of table {table!r}, "
             f"expected integers [{rows}]",
             fix="give what scan(state=True) gave",
         )
-    if rows and int(found.min()) < 0:
+    if rows and int(clocks.min()) < 0:
         raise ValueError(
-            f"idle of a row of table {table!r} is {int(found.min())}, below 0. Applied: no. "
+            f"idle of a row of table {table!r} is {int(clocks.min())}, below 0. Applied: no. "
             "To fix: give the clocks since its last use"
         )
-    return np.ascontiguousarray(found, np.int64)
+    return np.ascontiguousarray(clocks, np.int64)
