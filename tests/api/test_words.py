@@ -40,7 +40,7 @@ BUDGET: dict[str, int] = {
     ROOT: 41,
     "checkpoint": 3,
     "cli": 2,
-    "client": 209,
+    "client": 107,
     "core": 51,
     "launch": 3,
     "messages": 16,

@@ -129,7 +129,7 @@ def test_steps_of_a_slower_rank_are_in_no_value_that_is_assigned(
         if worker.rank == 0:
             write(model)
         else:
-            wait_until(lambda: worker.client.connection.met({0}) is not None)
+            wait_until(lambda: worker.client.connection.open_collective({0}) is not None)
             step(worker, model, optimizers)
         worker.assign()
         return own(model)

@@ -60,7 +60,7 @@ class RecordsCalls:
     def drain(self) -> None:
         self.calls.append("drain")
 
-    def kept(self, name: str) -> bytes:
+    def latest(self, name: str) -> bytes:
         return b""
 
     def ask(self, name: str, function: object) -> None:

@@ -66,14 +66,14 @@ class Client:
             busy_s=deadlines.busy_s,
             stall_s=deadlines.stall_s,
             all_live=connection.all_live,
-            met=connection.met,
+            open_collective=connection.open_collective,
             pass_by=connection.pass_by,
         )
         self.steps = Steps(exchange, rank, waits, GroupTraits(connection.consistency))
         self.steps.first = connection.rank < connection.first
         connection.tell_sent(self.steps.sent_gradients)
         connection.tell_usage(self.steps.usage.report)
-        self.steps.resume(connection.found, returned=connection.returned)
+        self.steps.resume(connection.resume_reports, returned=connection.returned)
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)

@@ -34,11 +34,11 @@ class ClientClocks:
         """Whether the run wants this worker to end."""
         self.clock_read = False
         """Whether the program has asked how far its rank is: it can go on from there."""
-        self._told_pending = deque[str]()
+        self._groups_reported_pending = deque[str]()
         """Groups where a shard has said that this rank is no member; taken before the next step, by
         the thread that holds the client's lock."""
         self._terms = terms
-        self._heard_lock = threading.Lock()
+        self._reply_lock = threading.Lock()
         """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
 
     @property
@@ -46,14 +46,14 @@ class ClientClocks:
         """Clocks that this client had no part in, of all groups."""
         return sum(self.missed_by.values())
 
-    def _hear(self, operation: Operation, group: str | None, after: int) -> None:
+    def _apply_reply_state(self, operation: Operation, group: str | None, after: int) -> None:
         """Take what the answers say besides; of a step (`group`) also where it goes on.
 
         Args:
             after: the clock after it, as this client knows.
         """
         replies = operation.replies.values()
-        with self._heard_lock:
+        with self._reply_lock:
             for reply in replies:
                 self.retiring = self.retiring or reply.retire
                 for news in reply.news:
@@ -63,14 +63,14 @@ class ClientClocks:
             own = max(self.clocks.get(group, 0), after)
             at = max((reply.at for reply in replies), default=-1)
             if any(reply.pending for reply in replies):
-                self._told_pending.append(group)
+                self._groups_reported_pending.append(group)
             if at > own and any(reply.skipped for reply in replies):
                 self.missed_by[group] = self.missed_by.get(group, 0) + at - own
             self.clocks[group] = max(own, at)
 
-    def _take_told_pending(self) -> None:
-        while self._told_pending:
-            self.membership.mark_pending(self._told_pending.popleft())
+    def _take_reported_pending(self) -> None:
+        while self._groups_reported_pending:
+            self.membership.mark_pending(self._groups_reported_pending.popleft())
 
     def _join_at(self, block: Block, clock: int, late: bool) -> None:
         """The shards have said at which clock this rank joins. Where gradients are collected it may
@@ -79,20 +79,20 @@ class ClientClocks:
         Args:
             late: whether it was no member.
         """
-        with self._heard_lock:
+        with self._reply_lock:
             own = self.clocks.get(block.group_name, 0)
             exact = late and self._terms.at(block.group, clock).collects
             self.clocks[block.group_name] = clock if exact else max(own, clock)
 
     def go_on(self, group: str, clock: int) -> None:
         """This client's clock of a group is at least this from now on."""
-        with self._heard_lock:
+        with self._reply_lock:
             if clock > self.clocks.get(group, 0):
                 self.clocks[group] = clock
 
     def learn(self, news: GroupPolicy) -> None:
         """A group's policy has changed, as a shard has told."""
-        with self._heard_lock:
+        with self._reply_lock:
             self._terms.changed(news)
 
     def traits_of(self, block: Block) -> PolicyTraits:

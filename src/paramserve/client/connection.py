@@ -98,15 +98,15 @@ class _Arrival:
     def _tell(self, error: ConnectTimeout) -> None:
         cause = error.__cause__
         if cause is None:
-            seen = error.failed
+            finding = error.failed
         elif isinstance(cause, ConnectionRefusedError | FileNotFoundError):
-            seen = f"nothing listens there ({cause})"
+            finding = f"nothing listens there ({cause})"
         else:
-            seen = f"no answer from there ({cause})"
+            finding = f"no answer from there ({cause})"
         waited_s = self._limit_s - self.left_s
         warn_user(
-            f"{self._who} has waited {waited_s:.0f} s for the cluster at {self._where}: {seen}; it "
-            f"{timeouts.up_to(self._limit_s, 'timeout_s=...')}"
+            f"{self._who} has waited {waited_s:.0f} s for the cluster at {self._where}: {finding}; "
+            f"it {timeouts.up_to(self._limit_s, 'timeout_s=...')}"
         )
 
 
@@ -115,9 +115,9 @@ def _weak(method: Callable[[], None]) -> Callable[[], None]:
     weak = WeakMethod(method)
 
     def call() -> None:
-        found = weak()
-        if found is not None:
-            found()
+        bound = weak()
+        if bound is not None:
+            bound()
 
     return call
 
@@ -142,8 +142,8 @@ class Connection:
         first: how many workers the cluster was started for.
         before: how many the checkpoint is of that it has gone on from; 0: of none.
         keeps: whether its cluster writes checkpoints.
-        found: what the shards had done when it joined, in shard order, if it has to go on from
-            there; else nothing.
+        resume_reports: what the shards had done when it joined, in shard order, if it has to go on
+            from there; else nothing.
         control: to the coordinator.
         exchange: with the shards.
         lock: held by each call that changes what the client knows of its session.
@@ -181,7 +181,7 @@ class Connection:
         self.first = joined.first
         self.before = joined.before
         self.keeps = joined.keeps
-        self.found: list[ServerBeat] = []
+        self.resume_reports: list[ServerBeat] = []
         self.control = control
         self.lock = threading.RLock()
         self.closed = False
@@ -205,7 +205,9 @@ class Connection:
             reach = structs.replace(deadlines, start_s=start_s)
             self.exchange = Exchange(joined, rank, credentials, limits, reach, connect)
             if joined.incarnation > 1 or joined.late:
-                self.found = self._ask_all(max(until - time.monotonic(), deadlines.reconnect_s))
+                self.resume_reports = self._ask_all(
+                    max(until - time.monotonic(), deadlines.reconnect_s)
+                )
         except BaseException:
             self._heartbeat.stop()
             raise
@@ -214,18 +216,18 @@ class Connection:
     def _ask_all(self, limit_s: float) -> list[ServerBeat]:
         """What all shards have done so far."""
         try:
-            told = self.exchange.reports(limit_s)
-            if len(told) < len(self.exchange.shards):
+            reports = self.exchange.reports(limit_s)
+            if len(reports) < len(self.exchange.shards):
                 raise Timeout(
                     f"rank {self.rank} (incarnation {self.incarnation}) asked where to go on: "
-                    f"{len(told)} of {len(self.exchange.shards)} shards answered in {limit_s:.1f}"
-                    " s",
+                    f"{len(reports)} of {len(self.exchange.shards)} shards answered in "
+                    f"{limit_s:.1f} s",
                     fix="look at the servers; a new worker of this rank may join",
                 )
         except BaseException:
             self.exchange.close()
             raise
-        return told
+        return reports
 
     @classmethod
     def join(
@@ -239,7 +241,7 @@ class Connection:
         limits: Limits | None = None,
         deadlines: Deadlines | None = None,
         tells: bool = False,
-        wanted: Callable[[], bool] = lambda: True,
+        may_retry: Callable[[], bool] = lambda: True,
     ) -> Self:
         """Join a cluster.
 
@@ -250,7 +252,7 @@ class Connection:
             workers: how many a worker takes there to be; checked by the cluster. 0: not checked.
             timeout_s: until the coordinator answers and all servers are up and reached.
             tells: whether the user is told, after 10 s, what is waited for.
-            wanted: asked before the coordinator is tried again: whether it is to be.
+            may_retry: asked before the coordinator is tried again: whether it is to be.
         Raises:
             ConnectTimeout: no coordinator answered in time: the error has a cause; or not all
                 servers have registered: it has none. The rank stays as it was. Or a server that
@@ -273,7 +275,7 @@ class Connection:
                 limits=limits,
                 timeout_s=limit_s,
                 lost_s=deadlines.lost_s,
-                may_retry=wanted,
+                may_retry=may_retry,
             )
 
         def join(limit_s: float) -> Joined:
@@ -311,21 +313,25 @@ class Connection:
         states = self._states()
         return all(states.get(rank) in ("live", "retiring") for rank in ranks)
 
-    def met(self, ranks: Collection[int]) -> OpenCollective | None:
+    def open_collective(self, ranks: Collection[int]) -> OpenCollective | None:
         """The collective in which all of these ranks wait for this one; None: there is none, or the
         coordinator cannot be asked."""
-        told = self._status() if ranks else None
-        if told is None or told.collective is None or self.rank not in told.collective.missing:
+        status = self._status() if ranks else None
+        if (
+            status is None
+            or status.collective is None
+            or self.rank not in status.collective.missing
+        ):
             return None
-        return told.collective if set(told.collective.waiting).issuperset(ranks) else None
+        return status.collective if set(status.collective.waiting).issuperset(ranks) else None
 
-    def pass_by(self, met: OpenCollective) -> bool:
+    def pass_by(self, collective: OpenCollective) -> bool:
         """Have the others wait no longer for this rank in a collective, if it was restarted: what
         it waits for is behind that in its program."""
         if self.incarnation < 2:
             return False
         try:
-            self.control.call(PassBy(0, met.number), Ok, timeout_s=self.timeout_s)
+            self.control.call(PassBy(0, collective.number), Ok, timeout_s=self.timeout_s)
         except ParamServeError:
             return False
         return True
@@ -346,8 +352,8 @@ class Connection:
 
     def members(self) -> Sequence[Member]:
         """All ranks, as the coordinator knows them; nothing where it cannot be asked."""
-        told = self._status()
-        return told.members if told is not None else ()
+        status = self._status()
+        return status.members if status is not None else ()
 
     def _states(self) -> dict[int, str]:
         """Of each rank; as `members`."""
@@ -398,25 +404,25 @@ class Connection:
         self.check()
         self._heartbeat.log(clock, {name: float(value) for name, value in values.items()})
 
-    def tell_sent(self, asked: Callable[[], tuple[SentGradients, ...]]) -> None:
+    def tell_sent(self, read: Callable[[], tuple[SentGradients, ...]]) -> None:
         """Let each heartbeat tell what this method says of the gradients that were sent encoded."""
-        method = WeakMethod(asked)  # the thread keeps alive no client that is left unclosed
+        method = WeakMethod(read)  # the thread keeps alive no client that is left unclosed
 
-        def told() -> tuple[SentGradients, ...]:
-            found = method()
-            return () if found is None else found()
+        def current() -> tuple[SentGradients, ...]:
+            bound = method()
+            return () if bound is None else bound()
 
-        self._heartbeat.sent_gradients = told
+        self._heartbeat.sent_gradients = current
 
-    def tell_usage(self, asked: Callable[[], WorkerUsage]) -> None:
+    def tell_usage(self, read: Callable[[], WorkerUsage]) -> None:
         """Let each heartbeat tell what this method says of the client's time and memory."""
-        method = WeakMethod(asked)
+        method = WeakMethod(read)
 
-        def told() -> WorkerUsage | None:
-            found = method()
-            return None if found is None else found()
+        def current() -> WorkerUsage | None:
+            bound = method()
+            return None if bound is None else bound()
 
-        self._heartbeat.usage = told
+        self._heartbeat.usage = current
 
     def send_log(self) -> None:
         """Send what was logged now, and not with the next heartbeat: for a process that is about to

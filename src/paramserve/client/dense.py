@@ -130,7 +130,7 @@ class Dense:
                 rows = self._keyed.checked(tables)
                 before = self._keyed.parts(rows, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
-            given = self.gradients.given
+            caller_slots = self.gradients.given
             largest = -1.0
             try:
                 if skip:
@@ -146,26 +146,26 @@ class Dense:
                 clip_norm = 0.0
             options = StepOptions(tick, weight, skip, clip_norm, note, largest)
 
-            def sent(ticket: Ticket) -> None:
+            def reclaim(ticket: Ticket) -> None:
                 for each, _ in pushes:
-                    del given[each.block.id]
+                    del caller_slots[each.block.id]
                 if numbered is not None:
                     numbered(ticket)
 
-            parts = StepParts("step", first, pushes, pull, options, lent=True, numbered=sent)
+            parts = StepParts("step", first, pushes, pull, options, lent=True, numbered=reclaim)
             tickets = self._steps.send([*before, parts])
             return joined(tickets) if before else tickets[0]
 
     def notes(self, group: str, *, timeout_s: float | None = None) -> dict[int, dict[int, bytes]]:
         """The last notes that ranks have sent with steps of a group, by rank and clock."""
         self._connection.check()
-        found: dict[int, dict[int, bytes]] = {}
+        notes: dict[int, dict[int, bytes]] = {}
         for beat in self._exchange.reports(self._connection.limit(timeout_s), notes=True):
             for report in beat.groups:
                 if report.name == group:
                     for rank, clock, note in report.notes:
-                        found.setdefault(rank, {})[clock] = note
-        return found
+                        notes.setdefault(rank, {})[clock] = note
+        return notes
 
     def fetch(
         self, block: Block, field: int, *, cut: int = 0, timeout_s: float | None = None
@@ -251,8 +251,8 @@ class Dense:
                 return self._stage(selection, arrays, weight)
             self._steps.begin()
             pushes, largest = self.gradients.capture(selection, arrays)
-            said = 1.0 if weight is None else weight
-            options = StepOptions(False, said, largest == math.inf, largest=largest)
+            step_weight = 1.0 if weight is None else weight
+            options = StepOptions(False, step_weight, largest == math.inf, largest=largest)
             return self._steps.send([StepParts("push", block, pushes, (), options)])[0]
 
     def _stage(
@@ -303,8 +303,8 @@ class Dense:
                 tickets = [self._end_step("push", blocks[0], blocks)]
             else:
                 pushes, largest = self.gradients.capture(selection, arrays)
-                said = 1.0 if weight is None else weight
-                options = StepOptions(tick, said, largest == math.inf, largest=largest)
+                step_weight = 1.0 if weight is None else weight
+                options = StepOptions(tick, step_weight, largest == math.inf, largest=largest)
                 parts = StepParts("push", blocks[0], pushes, blocks, options, by_name=True)
                 tickets = steps.send([parts])
         return self._read(tickets, selection, None, copy, timeout_s)
@@ -321,21 +321,23 @@ class Dense:
             if targets is not None:
                 self._check_targets(targets, selection.names)
             tickets = self._send_pulls(selection, timeout_s)
-        found = self._read(tickets, selection, targets, copy, timeout_s)
-        return found if alone is None else found[alone]
+        values = self._read(tickets, selection, targets, copy, timeout_s)
+        return values if alone is None else values[alone]
 
     def _select(self, names: str | Sequence[str] | None) -> Selection:
         """Resolve names, all of them for None; the coordinator is asked about unknown ones."""
-        wanted: Sequence[str] | None = [names] if isinstance(names, str) else names
-        if wanted is None:
-            wanted = [piece.name for block in self._directory.find(None) for piece in block.pieces]
+        requested: Sequence[str] | None = [names] if isinstance(names, str) else names
+        if requested is None:
+            requested = [
+                piece.name for block in self._directory.find(None) for piece in block.pieces
+            ]
         else:
-            wanted = tuple(wanted)
-            selection = self._names.selections.get(wanted)
+            requested = tuple(requested)
+            selection = self._names.selections.get(requested)
             if selection is not None:
                 return selection
-            self._directory.find(wanted)
-        return self._names.select(wanted)
+            self._directory.find(requested)
+        return self._names.select(requested)
 
     def _send_pulls(self, selection: Selection, timeout_s: float | None) -> list[Ticket]:
         """One pull for each group; the caller holds the lock."""
@@ -365,8 +367,8 @@ class Dense:
     ) -> dict[str, Array]:
         """Wait for reads, and hand their values over."""
         tensors: dict[int, list[Array]] = {}
-        found: dict[str, Array] = {}
-        given = targets if targets is not None else {}
+        values: dict[str, Array] = {}
+        outputs = targets if targets is not None else {}
         viewed = False
         try:
             for ticket in tickets:
@@ -375,13 +377,13 @@ class Dense:
                     tensors[block.id] = slot.tensors(block)
             for name, number, index in selection.places:
                 value = tensors[number][index]
-                if name in given:
-                    found[name] = given[name]
-                    np.copyto(given[name], value)
+                if name in outputs:
+                    values[name] = outputs[name]
+                    np.copyto(outputs[name], value)
                 elif copy:
-                    found[name] = value.copy()
+                    values[name] = value.copy()
                 else:
-                    found[name] = view = value[...]
+                    values[name] = view = value[...]
                     view.flags.writeable = False
                     viewed = True
             if viewed:
@@ -394,13 +396,13 @@ class Dense:
         if not viewed:
             for ticket in tickets:
                 ticket.release()
-        return found
+        return values
 
-    def _check_targets(self, targets: object, wanted: Sequence[str]) -> None:
+    def _check_targets(self, targets: object, names: Sequence[str]) -> None:
         if not isinstance(targets, Mapping):
             raise TypeError(f"out for several names is a mapping by name, not {targets!r}")
         for name, target in targets.items():
-            if name not in wanted:
+            if name not in names:
                 raise ValueError(f"out names {name!r}, which is not pulled")
             self._names.piece(name).check_target(target)
 
@@ -454,11 +456,11 @@ class Dense:
             weight: what was said of the step with it, if anything.
         """
         staged = self._steps.staged.pop(block.group_name, NOTHING_STAGED)
-        said = staged.weight if weight is None else weight
+        step_weight = staged.weight if weight is None else weight
         try:
             pushes, largest = self.gradients.staged(staged.gradients)
-            said = 1.0 if said is None else said
-            options = StepOptions(True, said, largest == math.inf, largest=largest)
+            step_weight = 1.0 if step_weight is None else step_weight
+            options = StepOptions(True, step_weight, largest == math.inf, largest=largest)
             parts = StepParts(
                 what, block, pushes, pull, options, staged=staged.tickets, by_name=True
             )

@@ -104,10 +104,10 @@ class Directory:
         described = _spec(rule, group)
         policy = self.policy_spec(consistency)
         values = as_tensors(name, value, dtype)
-        kept, half = values[0].array.dtype, values[0].half
+        kept_dtype, half = values[0].array.dtype, values[0].half
         if rule is not None:
-            check_ruled(kept)
-            load_kernels(kept, rule, half)
+            check_ruled(kept_dtype)
+            load_kernels(kept_dtype, rule, half)
             for tensor in values:
                 if not np.isfinite(tensor.array).all():
                     raise NonFinite(
@@ -120,7 +120,7 @@ class Directory:
         call = PlaceBlock(
             0,
             group,
-            kept.name,
+            kept_dtype.name,
             described,
             pieces,
             True,
@@ -175,16 +175,16 @@ class Directory:
 
         The shards that took it forget it first: the next define may give its group another policy.
         """
-        forgotten = False
+        is_removed = False
         with self._lock:
             with contextlib.suppress(ParamServeError):  # the names stay taken
                 self._steps.ask_all("define", Undefine(0, block.id, attempt), limit)
-                forgotten = True
+                is_removed = True
             self._exchange.blocks.pop(block.id, None)
             if block.table is None:
                 self.names.remove(block)
             self._steps.undefined(block)
-        if not forgotten:
+        if not is_removed:
             return
         # Where the coordinator is gone too, there is nothing left to free.
         with contextlib.suppress(ParamServeError):
@@ -260,7 +260,7 @@ class Directory:
     def _await(self, call: PlaceBlock) -> Block:
         """Wait until rank 0 has defined a block: while it lives, as long as for its steps."""
         steps = self._steps
-        began, limit_s, waited_s, said = steps.now(), steps.waits.timeout_s, 0.0, False
+        began, limit_s, waited_s, warned = steps.now(), steps.waits.timeout_s, 0.0, False
         before = 0
         while True:
             wait_s = min(timeouts.SAY_S, max(limit_s - waited_s, 0.0))
@@ -275,13 +275,13 @@ class Directory:
                     error.failed = error.failed.replace(f"{wait_s:.1f} s", f"{waited_s:.1f} s")
                     error.fix = f"look at rank 0, which defines it, or raise {knob}"
                     raise
-                met = steps.waits.met([0])
-                if met is not None and met.number == before:
+                collective = steps.waits.open_collective([0])
+                if collective is not None and collective.number == before:
                     rank = self._connection.rank
-                    raise timeouts.cannot_end(rank, "define", met, waited_s) from None
-                before = met.number if met is not None else 0
-            if not said and waited_s >= timeouts.SAY_S:
-                said = True
+                    raise timeouts.cannot_end(rank, "define", collective, waited_s) from None
+                before = collective.number if collective is not None else 0
+            if not warned and waited_s >= timeouts.SAY_S:
+                warned = True
                 warn_user(
                     f"rank {self._connection.rank} has waited {waited_s:.0f} s for rank 0 to "
                     f"define group {call.group!r}; it {timeouts.up_to(limit_s, knob)}"
@@ -298,13 +298,13 @@ class Directory:
         Raises:
             TypeError: one is none, or cannot travel.
         """
-        found = []
-        for what, given in (("push", push), ("pull", pull)):
-            codec = None if given is None else as_codec(given, what)
-            found.append(None if codec is None else codec_spec(codec))
+        specs = []
+        for what, argument in (("push", push), ("pull", pull)):
+            codec = None if argument is None else as_codec(argument, what)
+            specs.append(None if codec is None else codec_spec(codec))
             if codec is not None:
                 self._codecs |= own_classes(codec, f"{what}=")
-        return found[0], found[1]
+        return specs[0], specs[1]
 
     def _know(self, block: Block) -> Block:
         load_codecs(block.spec)
@@ -313,12 +313,12 @@ class Directory:
         with self._lock:
             self._exchange.check_whole()
             self._exchange.unfinished = "a define"
-            known = self._exchange.blocks.setdefault(block.id, block)
-            if known.table is None:
-                self.names.add(known)
-            self._steps.defined(known)
+            existing = self._exchange.blocks.setdefault(block.id, block)
+            if existing.table is None:
+                self.names.add(existing)
+            self._steps.defined(existing)
             self._exchange.unfinished = ""
-        return known
+        return existing
 
     def policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:
         """A group's policy as it travels, if one is given.
@@ -346,15 +346,15 @@ class Directory:
                 if not isinstance(name, str):
                     raise TypeError(f"a name is a str, got {name!r}")
             names = list(names)
-        found = self._look_up(None if names is None else tuple(missing))
-        known = [self._know(self._block(spec)) for spec in found]
-        for block in known:
+        specs = self._look_up(None if names is None else tuple(missing))
+        candidates = [self._know(self._block(spec)) for spec in specs]
+        for block in candidates:
             if block.table is not None and names is not None:
                 raise UnknownName(
                     f"{block.group_name!r} is a table, and no parameter",
                     fix="use client.table(name)",
                 )
-        blocks = [block for block in known if block.table is None]
+        blocks = [block for block in candidates if block.table is None]
         return blocks if names is None else self.names.blocks(names)
 
     def any_in(self, group: str) -> Block | None:
@@ -375,9 +375,9 @@ class Directory:
         block = self.any_in(group)
         if block is None:
             names = sorted({each.group_name for each in self._exchange.blocks.values()})
-            known = ", ".join(map(repr, names)) if names else "none"
+            listed = ", ".join(map(repr, names)) if names else "none"
             raise UnknownName(
-                f"group {group!r} is not defined; there are: {known}",
+                f"group {group!r} is not defined; there are: {listed}",
                 fix="name one of these, or define parameters in it",
             )
         return block
@@ -460,10 +460,10 @@ class Directory:
             for spec in self._look_up((name,)):
                 if spec.table is not None and spec.group_name == name:
                     return self._know(self._block(spec))
-        known = [block.group_name for block in self.tables()]
-        shown = [repr(each) for each in known if not are_labels(each)]
-        more = f" and {len(shown) - SHOWN_MAX} more" if shown[SHOWN_MAX:] else ""
-        listed = f"{', '.join(shown[:SHOWN_MAX])}{more}" if shown else "none"
+        tables = [block.group_name for block in self.tables()]
+        quoted = [repr(each) for each in tables if not are_labels(each)]
+        more = f" and {len(quoted) - SHOWN_MAX} more" if quoted[SHOWN_MAX:] else ""
+        listed = f"{', '.join(quoted[:SHOWN_MAX])}{more}" if quoted else "none"
         raise UnknownName(
             f"there is no table {name!r}; the tables: {listed}",
             fix="give one of these, or define it first: client.table(name, dim=..., rule=...)",
@@ -471,8 +471,8 @@ class Directory:
 
     def tables(self) -> list[Block]:
         """All tables of the cluster, in the order in which they were defined."""
-        found = self._look_up(None)
-        return [self._know(self._block(spec)) for spec in found if spec.table is not None]
+        specs = self._look_up(None)
+        return [self._know(self._block(spec)) for spec in specs if spec.table is not None]
 
     def _look_up(self, names: tuple[str, ...] | None) -> Sequence[BlockSpec]:
         """Blocks with these names (None: all), as the coordinator knows them."""

@@ -58,7 +58,7 @@ class Heartbeat:
         """What the client has done with its time so far."""
         self.beaten: Callable[[], None] = lambda: None
         """Is told of each heartbeat."""
-        self._told: tuple[SentGradients, ...] = ()
+        self._acknowledged: tuple[SentGradients, ...] = ()
         """Of that, what the coordinator knows."""
         self._clock = 0
         self._stop = threading.Event()
@@ -120,44 +120,44 @@ class Heartbeat:
             try:
                 self._number()
                 clock, first = self._clock, self._logged
-                taken = self._take()
+                batch = self._take()
             finally:
                 self._at_work = False
-            if taken:
-                first = taken[0][0]
+            if batch:
+                first = batch[0][0]
         # Of records that follow each other: what is dropped in between belongs to the next beat.
-        told = self.sent_gradients()
-        news = told if told != self._told else ()
-        records = tuple(each[2] for each in taken)
+        current = self.sent_gradients()
+        news = current if current != self._acknowledged else ()
+        records = tuple(each[2] for each in batch)
         beat = WorkerBeat(clock, records, first, news, self.usage())
-        sent = self._control.notify(beat)
-        if not sent and self._control.restore(ended=self._ended):
-            sent = self._control.notify(beat)
-        if sent:
-            self._told = told
+        delivered = self._control.notify(beat)
+        if not delivered and self._control.restore(ended=self._ended):
+            delivered = self._control.notify(beat)
+        if delivered:
+            self._acknowledged = current
         else:
             with self._lock:
                 self._at_work = True
                 try:
-                    self._records.extendleft(reversed(taken))
-                    self._bytes += sum(size for _, size, _ in taken)
+                    self._records.extendleft(reversed(batch))
+                    self._bytes += sum(size for _, size, _ in batch)
                     self._drop_oldest()
                 finally:
                     self._at_work = False
-        return sent
+        return delivered
 
     def _take(self) -> list[tuple[int, int, Record]]:
         """The oldest records that go into one beat."""
-        taken: list[tuple[int, int, Record]] = []
+        batch: list[tuple[int, int, Record]] = []
         room = self._beat_bytes_max
-        while self._records and len(taken) < RECORDS_PER_BEAT_MAX:
+        while self._records and len(batch) < RECORDS_PER_BEAT_MAX:
             number, size, _ = self._records[0]
-            if size > room or (taken and number != taken[-1][0] + 1):
+            if size > room or (batch and number != batch[-1][0] + 1):
                 break
             room -= size
             self._bytes -= size
-            taken.append(self._records.popleft())
-        return taken
+            batch.append(self._records.popleft())
+        return batch
 
     def stop(self) -> None:
         """Send what is left, and end the thread."""
@@ -168,7 +168,7 @@ class Heartbeat:
 
     def send_all(self) -> None:
         """Send what is left, as far as it can be sent."""
-        last = self.sent_gradients() != self._told
+        last = self.sent_gradients() != self._acknowledged
         while self._records or self._incoming or last:
             last = False
             if not self.beat():

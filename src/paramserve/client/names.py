@@ -116,10 +116,10 @@ def _bits_of(value: object) -> Array | None:
     """The bits of bfloat16 values; None: the caller gave others."""
     if _half_of(value) != "bfloat16":
         return None
-    given: Any = value
-    if not hasattr(given, "detach"):  # an array of a package that adds the dtype to numpy
-        return np.asarray(given).view(np.uint16)
-    tensor = given.detach().cpu().contiguous()
+    source: Any = value
+    if not hasattr(source, "detach"):  # an array of a package that adds the dtype to numpy
+        return np.asarray(source).view(np.uint16)
+    tensor = source.detach().cpu().contiguous()
     bits: Array = tensor.view(import_module("torch").int16).numpy().view(np.uint16)
     return bits
 
@@ -127,9 +127,9 @@ def _bits_of(value: object) -> Array | None:
 def check_ruled(dtype: np.dtype[Any]) -> None:
     """Raise `TypeError` unless rules can update values of this dtype."""
     if dtype.name not in DTYPES:
-        known = " or ".join((*DTYPES, *HALVES))
+        dtypes = " or ".join((*DTYPES, *HALVES))
         raise TypeError(
-            f"values with a rule are {known}, got {dtype.name}: convert them with "
+            f"values with a rule are {dtypes}, got {dtype.name}: convert them with "
             ".astype('float32'), or leave the rule out and assign them"
         )
 
@@ -325,32 +325,32 @@ class Selection:
         pushable: whether it was found that gradients of them can be pushed in one call.
     """
 
-    def __init__(self, names: Sequence[str], found: Sequence[tuple[Block, NamedPiece]]) -> None:
-        blocks = {block.id: block for block, _ in found}
+    def __init__(self, names: Sequence[str], pairs: Sequence[tuple[Block, NamedPiece]]) -> None:
+        blocks = {block.id: block for block, _ in pairs}
         by_block: dict[int, dict[int, tuple[int, NamedPiece]]] = {number: {} for number in blocks}
         groups: dict[int, list[Block]] = {}
-        for place, (block, piece) in enumerate(found):
+        for place, (block, piece) in enumerate(pairs):
             by_block[block.id].setdefault(piece.index, (place, piece))
         for block in blocks.values():
             groups.setdefault(block.group, []).append(block)
         self.names = tuple(names)
-        self.pieces = [piece for _, piece in found]
+        self.pieces = [piece for _, piece in pairs]
         self.places = [
-            (name, block.id, piece.index) for name, (block, piece) in zip(names, found, strict=True)
+            (name, block.id, piece.index) for name, (block, piece) in zip(names, pairs, strict=True)
         ]
         self.blocks = list(blocks.values())
         self.groups = list(groups.values())
         self.parts = [Part.of(block, list(by_block[block.id].values())) for block in self.blocks]
         self.pushable = False
 
-    def arrays(self, given: Mapping[str, npt.ArrayLike]) -> list[Array]:
+    def arrays(self, values: Mapping[str, npt.ArrayLike]) -> list[Array]:
         """What was given for these names, in their order, as arrays that can be written to the
         parameters.
 
         Raises:
             ShapeMismatch, DtypeMismatch: nothing was sent.
         """
-        arrays: list[Any] = list(given.values())
+        arrays: list[Any] = list(values.values())
         for place, (piece, array) in enumerate(zip(self.pieces, arrays, strict=True)):
             if (
                 type(array) is not np.ndarray
@@ -370,10 +370,10 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[Block, NamedPiece]]] = {}
+        self._by_name: dict[str, list[tuple[Block, NamedPiece]]] = {}
         self._pieces: dict[int, list[NamedPiece]] = {}
         self.selections: dict[tuple[str, ...], Selection] = {}
-        self._kept = 0
+        self._names_cached = 0
         """Names that they count for."""
 
     def add(self, block: Block) -> None:
@@ -384,20 +384,20 @@ class Names:
         pieces = [NamedPiece(block, index) for index in range(len(block.pieces))]
         self._pieces[block.id] = pieces
         for piece in pieces:
-            self._found.setdefault(piece.name, []).append((block, piece))
+            self._by_name.setdefault(piece.name, []).append((block, piece))
 
     def remove(self, block: Block) -> None:
         """Forget a block that was not defined after all."""
         self._forget_selections()
         for piece in self._pieces.pop(block.id, ()):
-            left = [each for each in self._found[piece.name] if each[0].id != block.id]
-            if left:
-                self._found[piece.name] = left
+            others = [each for each in self._by_name[piece.name] if each[0].id != block.id]
+            if others:
+                self._by_name[piece.name] = others
             else:
-                del self._found[piece.name]
+                del self._by_name[piece.name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._by_name
 
     def pieces(self, block: Block) -> list[NamedPiece]:
         return self._pieces[block.id]
@@ -408,24 +408,24 @@ class Names:
         Raises:
             UnknownName: there is none, or several groups have one.
         """
-        found = self._found.get(name)
-        if found is None:
+        holders = self._by_name.get(name)
+        if holders is None:
             raise UnknownName(f"no parameter is named {name!r}", fix="define it first")
-        if len(found) > 1:
-            groups = sorted(block.group_name for block, _ in found)
+        if len(holders) > 1:
+            groups = sorted(block.group_name for block, _ in holders)
             raise UnknownName(
                 f"{name!r} is in several groups: {', '.join(groups)}",
                 fix="give parameters names of their own, or work with blocks",
             )
-        return found[0]
+        return holders[0]
 
     def blocks(self, names: Sequence[str]) -> list[Block]:
         """Blocks that hold these names, each once, in the order of the names."""
-        found = {}
+        by_id = {}
         for name in names:
             block, _ = self.only(name)
-            found[block.id] = block
-        return list(found.values())
+            by_id[block.id] = block
+        return list(by_id.values())
 
     def piece(self, name: str) -> NamedPiece:
         """The tensor of this name; raises as `only`."""
@@ -438,15 +438,15 @@ class Names:
             As `only`.
         """
         selection = Selection(names, [self.only(name) for name in names])
-        if self._kept > NAMES_KEPT_MAX:
+        if self._names_cached > NAMES_KEPT_MAX:
             self._forget_selections()
-        self._kept += len(names) + SELECTION_NAMES
+        self._names_cached += len(names) + SELECTION_NAMES
         self.selections[selection.names] = selection
         return selection
 
     def _forget_selections(self) -> None:
         self.selections.clear()
-        self._kept = 0
+        self._names_cached = 0
 
 
 def as_keys(

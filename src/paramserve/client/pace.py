@@ -37,22 +37,22 @@ class Pace:
         self._now = now if now is not None else client.steps.now
         self._since: tuple[float, float] | None = None
         """When the steps began that are counted, and how long had been waited until then."""
-        self._made = 0
+        self._steps = 0
         self._unmeasured = 0
         """Own steps before those."""
-        self._asked, self._asked_at = 0, 0.0
+        self._post, self._posted_at = 0, 0.0
         """What was posted and is not answered; 0: nothing."""
-        self._asked_speed = 0.0
+        self._posted_speed = 0.0
         """The speed in it."""
         self.speed = 0.0
-        self.fastest = self.told = 0.0
+        self.fastest = self.reported_speed = 0.0
 
     def step(self) -> None:
         """An own step was made. When the first one began is not known: it does not count."""
         if self._since is None:
             self._since, self._unmeasured = (self._now(), self._connection.waited_s), 1
         else:
-            self._made += 1
+            self._steps += 1
 
     def exchanged(self) -> None:
         """An exchange was sent: take the answer to the one before, measure the steps before it, and
@@ -61,30 +61,30 @@ class Pace:
         Where the coordinator does not answer, the fastest worker is as fast as it was.
         """
         self._take_answer()
-        if self._since is None or not self._made:
+        if self._since is None or not self._steps:
             return
         busy_s = self._now() - self._since[0] - (self._connection.waited_s - self._since[1])
         if busy_s > 0.0:
-            new = busy_s / self._made
+            new = busy_s / self._steps
             old = 1.0 / self.speed if self.speed else new
             self.speed = 1.0 / (old + SMOOTHING * (new - old))
             self._tell()
         self._since = self._now(), self._connection.waited_s
-        self._made = self._unmeasured = 0
+        self._steps = self._unmeasured = 0
 
     def _take_answer(self) -> None:
-        if not self._asked:
+        if not self._post:
             return
-        reply = self._connection.control.answer(self._asked)
+        reply = self._connection.control.answer(self._post)
         if reply is not None:
-            self._asked = 0
+            self._post = 0
         if isinstance(reply, Fastest):  # who counts as dead learns it from the servers
-            self.fastest, self.told = reply.steps_per_s, self._asked_speed
+            self.fastest, self.reported_speed = reply.steps_per_s, self._posted_speed
 
     def _tell(self) -> None:
-        if self._asked and self._now() - self._asked_at < TELL_S:
+        if self._post and self._now() - self._posted_at < TELL_S:
             return
-        steps = self._unmeasured + self._made
+        steps = self._unmeasured + self._steps
         message = TellSpeed(0, self._group, self.speed, steps)
-        self._asked, self._asked_at = self._connection.control.post(message), self._now()
-        self._asked_speed = self.speed
+        self._post, self._posted_at = self._connection.control.post(message), self._now()
+        self._posted_speed = self.speed

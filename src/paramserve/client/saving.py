@@ -29,7 +29,7 @@ COUNT_BITS = 32
 
 
 class Saving:
-    """What one worker has saved. The caller of `due` and `told` holds the client's lock.
+    """What one worker has saved. The caller of `due` and `mark_sent` holds the client's lock.
 
     Args:
         resumed: the clock of each group where this client began.
@@ -46,13 +46,13 @@ class Saving:
         self._resumed = resumed
         self._save_with = save_with
         self._number = connection.incarnation << COUNT_BITS
-        self._asked: dict[str, Callable[[], bytes | None]] = {}
+        self._functions: dict[str, Callable[[], bytes | None]] = {}
         """Functions that are asked at each step, by name."""
         self._parts: Sequence[StepParts] = ()
         """Of the step that is about to be sent."""
         self._waiting: dict[str, Saved] = {}
         """What no step has told."""
-        self._told: dict[str, Saved] = {}
+        self._delivered: dict[str, Saved] = {}
         self._older: dict[str, bytes] | None = None
         """What older incarnations saved; None: the servers were not asked."""
 
@@ -72,10 +72,10 @@ class Saving:
             )
         with self._connection.lock:
             if callable(value):
-                self._ask(name, partial(_asked, f"worker.save({name!r})", value))
+                self._ask(name, partial(_packed_result, f"worker.save({name!r})", value))
             else:
                 self._take(name, _packed(f"worker.save({name!r})", value))
-                self._asked.pop(name, None)
+                self._functions.pop(name, None)
             self._save_with(self)
 
     def track(self, name: str, thing: Any) -> None:
@@ -91,17 +91,17 @@ class Saving:
                 )
         key = TRACKED + name
         with self._connection.lock:
-            older = None if key in self._asked else self._of_older().get(key)
+            older = None if key in self._functions else self._of_older().get(key)
         if older is not None:
             thing.load_state_dict(plain.load(older))
         with self._connection.lock:
-            self._ask(key, partial(_asked, f"worker.track({name!r})", thing.state_dict))
+            self._ask(key, partial(_packed_result, f"worker.track({name!r})", thing.state_dict))
             self._save_with(self)
 
     def _ask(self, name: str, function: Callable[[], bytes]) -> None:
         """Ask the program's function at each step, beginning now."""
         self._take(name, function())
-        self._asked[name] = function
+        self._functions[name] = function
 
     def ask(self, name: str, function: Callable[[], bytes | None]) -> None:
         """Ask the library's own function for what is to be kept at each step, as long as there is
@@ -111,12 +111,12 @@ class Saving:
             function: gives bytes, or None for what it gave before.
         """
         with self._connection.lock:
-            self._asked[OWN + name] = function
+            self._functions[OWN + name] = function
             self._save_with(self)
 
     def stop_asking(self, name: str) -> None:
         """Ask the library's own function no more; what it has given stays."""
-        self._asked.pop(OWN + name, None)
+        self._functions.pop(OWN + name, None)
 
     def keep(self, name: str, data: bytes) -> None:
         """Save what the library itself knows; the next step tells it."""
@@ -124,21 +124,21 @@ class Saving:
             self._take(OWN + name, data)
             self._save_with(self)
 
-    def kept(self, name: str) -> bytes:
+    def latest(self, name: str) -> bytes:
         """What was given to `keep` last, here or by an older incarnation; empty: nothing was."""
         return self.find(OWN + name) or b""
 
     def asks(self, name: str) -> bool:
         """Whether what the library's own function gives is kept."""
-        return OWN + name in self._asked
+        return OWN + name in self._functions
 
     def _take(self, name: str, data: bytes) -> None:
-        newest = self._waiting.get(name, self._told.get(name))
+        newest = self._waiting.get(name, self._delivered.get(name))
         if newest is not None and newest.data == data:
             return
         own = name.startswith(OWN)
         sizes = {key: len(each) for key, each in self._of_older().items()}
-        sizes |= {key: len(each.data) for key, each in {**self._told, **self._waiting}.items()}
+        sizes |= {key: len(each.data) for key, each in {**self._delivered, **self._waiting}.items()}
         sizes = {key: size for key, size in sizes.items() if key.startswith(OWN) == own}
         sizes[name] = len(data)
         if len(sizes) > NAMES_MAX or sum(sizes.values()) > BYTES_MAX:
@@ -152,7 +152,7 @@ class Saving:
                     fix="save what the rest can be made from; an average of the weights of any "
                     "size is a state of a rule (docs/recipes.md#an-average-of-the-weights-ema)",
                 )
-            self._asked.pop(name, None)
+            self._functions.pop(name, None)
             data = b""
         self._number += 1
         self._waiting[name] = Saved(name, self._number, data)
@@ -166,7 +166,7 @@ class Saving:
         """What the step that is about to be sent tells. Raises what `save` raises."""
         self._parts = parts
         try:
-            for name, function in list(self._asked.items()):
+            for name, function in list(self._functions.items()):
                 data = function()
                 if data is not None:
                     self._take(name, data)
@@ -174,15 +174,15 @@ class Saving:
             self._parts = ()  # they refer to slots
         return tuple(self._waiting.values())
 
-    def left(self) -> tuple[Saved, ...]:
+    def unsent(self) -> tuple[Saved, ...]:
         """Values that were saved after the last step. What functions are asked for stays as it was
         at that step, from where the next incarnation goes on."""
-        return tuple(each for each in self._waiting.values() if each.name not in self._asked)
+        return tuple(each for each in self._waiting.values() if each.name not in self._functions)
 
-    def told(self, saved: Iterable[Saved]) -> None:
+    def mark_sent(self, saved: Iterable[Saved]) -> None:
         """A step with these is certain to be sent."""
         for each in saved:
-            self._told[each.name] = each
+            self._delivered[each.name] = each
             if self._waiting.get(each.name) is each:
                 del self._waiting[each.name]
 
@@ -190,7 +190,7 @@ class Saving:
         """The newest that this incarnation or, before it has saved anything under this name, an
         older one has saved."""
         with self._connection.lock:
-            newest = self._waiting.get(name, self._told.get(name))
+            newest = self._waiting.get(name, self._delivered.get(name))
             return newest.data if newest is not None else self._of_older().get(name)
 
     def older(self, name: str) -> bytes | None:
@@ -233,5 +233,5 @@ def _packed(call: str, value: object) -> bytes:
     return plain.dump(value, f"{call}: state")
 
 
-def _asked(call: str, function: Callable[[], object]) -> bytes:
+def _packed_result(call: str, function: Callable[[], object]) -> bytes:
     return _packed(call, function())

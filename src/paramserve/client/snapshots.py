@@ -54,10 +54,10 @@ class Snapshots:
         """The oldest kept snapshot of a version past `after` that all shards have, or None."""
         self._connection.check()
         with self._lock:
-            known = self._directory.any_in(group)
-            if known is None:
+            first = self._directory.any_in(group)
+            if first is None:
                 return None
-            blocks = [b for b in self._exchange.blocks.values() if b.group == known.group]
+            blocks = [b for b in self._exchange.blocks.values() if b.group == first.group]
             while True:
                 slots = [self._exchange.take(block.kept_bytes) for block in blocks]
                 requests = []
@@ -66,19 +66,19 @@ class Snapshots:
                         ReadTarget(block.id, slot.arena, kept_offset(block, slot, shard))
                         for block, slot in zip(blocks, slots, strict=True)
                     )
-                    requests.append(TakeSnapshot(0, known.group, after, pull))
+                    requests.append(TakeSnapshot(0, first.group, after, pull))
                 replies = done(
                     self._steps.finish("snapshot", requests, self._steps.waits.timeout_s, slots)
                 )
-                taken = {reply.taken for reply in replies}
-                if -1 in taken:
+                versions = {reply.taken for reply in replies}
+                if -1 in versions:
                     return None
-                if len(taken) == 1:
+                if len(versions) == 1:
                     break
-                after = max(taken) - 1  # A shard has dropped the older ones.
+                after = max(versions) - 1  # A shard has dropped the older ones.
             values = {}
             for block, slot in zip(blocks, slots, strict=True):
                 flat = slot.kept(block)
                 for piece in self._directory.names.pieces(block):
                     values[piece.name] = piece.view(flat).copy()
-            return GroupSnapshot(taken.pop(), values, max(reply.dropped for reply in replies))
+            return GroupSnapshot(versions.pop(), values, max(reply.dropped for reply in replies))

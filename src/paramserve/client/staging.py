@@ -37,16 +37,16 @@ class Staging(dict[str, Staged]):
 
     def check_same_weight(self, group: str, weight: float | None) -> None:
         """Refuse another weight than was said before of a group's step under way."""
-        said = self[group].weight if group in self else None
-        if weight is not None and said is not None and weight != said:
+        existing = self[group].weight if group in self else None
+        if weight is not None and existing is not None and weight != existing:
             raise ValueError(
-                f"the step of group {group!r} under way has the weight {said}, now {weight} came: "
-                "a step has one weight; give it with one push, or with tick"
+                f"the step of group {group!r} under way has the weight {existing}, now {weight} "
+                "came: a step has one weight; give it with one push, or with tick"
             )
 
     def unapplied(self) -> str:
         """What waits for a tick that has not come, in words; empty: nothing does."""
-        found = []
+        texts = []
         for group, staged in self.items():
             names = {
                 piece.name
@@ -55,8 +55,8 @@ class Staging(dict[str, Staged]):
                 if index in filling.staged
             }
             which = f" ({', '.join(map(repr, sorted(names)))})" if names else ""
-            found.append(f"{len(staged.tickets)} to group {group!r}{which}")
-        return ", ".join(found)
+            texts.append(f"{len(staged.tickets)} to group {group!r}{which}")
+        return ", ".join(texts)
 
 
 def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:

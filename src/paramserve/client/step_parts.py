@@ -190,5 +190,5 @@ def say_pushed(push: BlockPush, slot: Slot, shards: int) -> Pushed:
         Gradient(block.id, slot.arena, offset_of(block, slot, shard), active, hyper)
         for shard in range(shards)
     )
-    slot.pushed = said = block, active, hyper, parts
-    return said
+    slot.pushed = header = block, active, hyper, parts
+    return header

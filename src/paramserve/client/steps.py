@@ -227,8 +227,8 @@ class Steps(ClientClocks):
         """
         if block.group_name in self.staged:
             return True
-        if self._told_pending:
-            self._take_told_pending()
+        if self._groups_reported_pending:
+            self._take_reported_pending()
         lasting = self._terms.lasting
         if block.group in lasting and not self.membership.any_pending:
             collects = lasting[block.group].collects
@@ -318,7 +318,7 @@ class Steps(ClientClocks):
                 for staged in parts.staged:
                     staged.operation = each.operation
             if self._saving is not None and each.saved:
-                self._saving.told(each.saved)
+                self._saving.mark_sent(each.saved)
             if self.encoder is not None:
                 self.encoder.sent([*each.encoded.values()], each.requests[0].flush)
         self._exchange.unfinished = ""
@@ -376,8 +376,8 @@ class Steps(ClientClocks):
         exchange = self._exchange
         try:
             exchange.unfinished = ""  # from here on `_break_off` says what was not sent
-            if self._told_pending:
-                self._take_told_pending()
+            if self._groups_reported_pending:
+                self._take_reported_pending()
             if self.membership.any_pending:
                 self._join_before(ordered)
                 frames = call_frames.arrange(self.membership, ordered)
@@ -454,7 +454,7 @@ class Steps(ClientClocks):
             reply = operation.replies[shard]
             says = says or reply.retire or reply.news != ()
         if says:
-            self._hear(operation, None, 0)
+            self._apply_reply_state(operation, None, 0)
 
     def _flush_of(self, encoder: Encoder, ordered: Sequence[StepParts]) -> int:
         """The number of the flush that a call is to be; 0: of none. What was sent before is
@@ -617,7 +617,7 @@ class Steps(ClientClocks):
         Raises:
             PushTimeout: not all shards know that it is a member, after `limit_s`.
         """
-        self._take_told_pending()
+        self._take_reported_pending()
         pending = self.membership.pending(block.group_name)
         self._join_all(lambda: self.membership.ahead(block, self._defined()), limit_s)
         return pending
@@ -668,7 +668,9 @@ class Steps(ClientClocks):
             reply = operation.replies[shard]
             says = says or reply.at >= 0 or reply.retire or reply.news != ()
         if says:
-            self._hear(operation, sent.parts.block.group_name, clock + sent.parts.options.tick)
+            self._apply_reply_state(
+                operation, sent.parts.block.group_name, clock + sent.parts.options.tick
+            )
         if operation.error is not None:
             self._unread[sent.ticket] = None
 
@@ -695,7 +697,7 @@ class Steps(ClientClocks):
             self._exchange.give_back(slots)
             if self.encoder is not None:
                 self.encoder.answered((), operation)
-            self._hear(operation, None, 0)
+            self._apply_reply_state(operation, None, 0)
 
         operation.on_complete = complete
         try:
@@ -717,7 +719,7 @@ class Steps(ClientClocks):
 
     def tell_saved(self) -> None:
         """Tell what the worker has saved after its last step."""
-        saved = self._saving.left() if self._saving is not None else ()
+        saved = self._saving.unsent() if self._saving is not None else ()
         stepped = [each for each in self._defined() if self.clocks.get(each.group_name)]
         if saved and stepped:
             group, clock = stepped[0].group, self.clocks[stepped[0].group_name]

@@ -40,16 +40,18 @@ KNOBS = {
 def ranks(numbers: Sequence[int]) -> str:
     """Such as "rank 0, rank 3"."""
     more = len(numbers) - RANKS_SHOWN_MAX
-    shown = ", ".join(f"rank {each}" for each in numbers[:RANKS_SHOWN_MAX])
-    return f"{shown} and {more} more" if more > 0 else shown
+    listed = ", ".join(f"rank {each}" for each in numbers[:RANKS_SHOWN_MAX])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
-def cannot_end(rank: int, what: str, met: OpenCollective, waited_s: float) -> ParamServeError:
+def cannot_end(
+    rank: int, what: str, collective: OpenCollective, waited_s: float
+) -> ParamServeError:
     """The error of a wait for ranks that wait in a collective for this one."""
-    call, verb = call_of(met.op), "wait" if len(met.waiting) > 1 else "waits"
+    call, verb = call_of(collective.op), "wait" if len(collective.waiting) > 1 else "waits"
     return TIMEOUTS.get(what, PushTimeout)(
-        f"{what} cannot end: rank {rank} has waited {waited_s:.1f} s for {ranks(met.waiting)}, "
-        f"which {verb} in {call} for {ranks(met.missing)}",
+        f"{what} cannot end: rank {rank} has waited {waited_s:.1f} s for "
+        f"{ranks(collective.waiting)}, which {verb} in {call} for {ranks(collective.missing)}",
         applied="no" if what in READS else "unknown",
         fix=f"call {call} at the same point on all ranks, after the same number of steps; in a "
         "loop that begins at worker.clock ask for it behind the calls of the setup",

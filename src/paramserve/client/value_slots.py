@@ -84,16 +84,16 @@ class ValueSlots:
                 if target.keys is not None and target.keys.rows:
                     by_shard[shard] += (target,)
         requests: list[Read | None] = []
-        asked = 0
+        count = 0
         for pull in by_shard:
             if pull:
                 requests += [Read(0, 0, group, clock, pull)]
-                asked += 1
+                count += 1
             else:
                 requests += [None]
-        if not asked:  # of what has no elements
-            requests[0], asked = Read(0, 0, group, clock, ()), 1
-        return requests, places, asked
+        if not count:  # of what has no elements
+            requests[0], count = Read(0, 0, group, clock, ()), 1
+        return requests, places, count
 
     def view(self, ticket: Ticket) -> None:
         """The caller looks at a ticket's values until their blocks are next read by name."""

@@ -46,14 +46,14 @@ class Waits:
         busy_s: float = 0.0,
         stall_s: float = 0.0,
         all_live: Callable[[Collection[int]], bool] = lambda ranks: False,
-        met: Callable[[Collection[int]], OpenCollective | None] = lambda ranks: None,
-        pass_by: Callable[[OpenCollective], bool] = lambda met: False,
+        open_collective: Callable[[Collection[int]], OpenCollective | None] = lambda ranks: None,
+        pass_by: Callable[[OpenCollective], bool] = lambda collective: False,
     ) -> None:
         self.timeout_s = timeout_s
         self.busy_s = busy_s
         self.stall_s = stall_s
         self.all_live = all_live
-        self.met = met
+        self.open_collective = open_collective
         self.pass_by = pass_by
         self.now = exchange.now
         self._exchange = exchange
@@ -108,7 +108,7 @@ class Waits:
         """
         limit_s = timeout_s if timeout_s is not None else self.timeout_s
         first_s = min(limit_s, timeouts.SAY_S)
-        said = first_s < limit_s and self._say(what, group, first_s, timeout_s)
+        warned = first_s < limit_s and self._announce(what, group, first_s, timeout_s)
         if timeout_s is not None:
             if not wait(began + timeout_s - self.now()):
                 raise self.timed_out(what, group, timeout_s)
@@ -117,15 +117,15 @@ class Waits:
         looks = _Looks(began, self.now() + timeouts.LOOK_S)
         while not self._wait_on(wait, what, group, looks, limit_s):
             left_s = began + self.busy_s - self.now()
-            asked = group if group is not None else self._exchange.oldest_group()
-            busy = self._waits_for(asked, left_s) if asked is not None else ()
+            awaited = group if group is not None else self._exchange.oldest_group()
+            busy = self._waits_for(awaited, left_s) if awaited is not None else ()
             waited_s = self.now() - began
             if wait(0.0):
                 return
             if not busy or left_s <= 0.0 or not self.all_live(busy):
-                raise self.timed_out(what, asked, waited_s, busy=busy)
-            if not said:
-                said = True
+                raise self.timed_out(what, awaited, waited_s, busy=busy)
+            if not warned:
+                warned = True
                 self._warn(what, busy, waited_s, None)
             limit_s = min(self.timeout_s, max(self.busy_s - waited_s, 0.0))
 
@@ -142,20 +142,28 @@ class Waits:
         while looks.due < until:
             if wait(max(looks.due - self.now(), 0.0)):
                 return True
-            asked = group if group is not None else self._exchange.oldest_group()
-            told = self._exchange.inquire(asked, timeouts.INQUIRE_S) if asked is not None else ()
-            missing = {rank for each in told if each.held for rank, _ in each.missing}
-            met = self.met(missing - {self._rank})
-            if met is not None and met.number == looks.before and not self.pass_by(met):
-                raise timeouts.cannot_end(self._rank, what, met, self.now() - looks.began)
-            looks.before = met.number if met is not None else 0
+            awaited = group if group is not None else self._exchange.oldest_group()
+            answers = (
+                self._exchange.inquire(awaited, timeouts.INQUIRE_S) if awaited is not None else ()
+            )
+            missing = {rank for each in answers if each.held for rank, _ in each.missing}
+            collective = self.open_collective(missing - {self._rank})
+            if (
+                collective is not None
+                and collective.number == looks.before
+                and not self.pass_by(collective)
+            ):
+                raise timeouts.cannot_end(self._rank, what, collective, self.now() - looks.began)
+            looks.before = collective.number if collective is not None else 0
             looks.due = self.now() + timeouts.LOOK_S
         return wait(max(until - self.now(), 0.0))
 
-    def _say(self, what: str, group: int | None, waited_s: float, timeout_s: float | None) -> bool:
+    def _announce(
+        self, what: str, group: int | None, waited_s: float, timeout_s: float | None
+    ) -> bool:
         """Say for whom a wait is, if it is for other ranks; whether it was said."""
-        asked = group if group is not None else self._exchange.oldest_group()
-        missing = self._waits_for(asked, timeouts.INQUIRE_S) if asked is not None else ()
+        awaited = group if group is not None else self._exchange.oldest_group()
+        missing = self._waits_for(awaited, timeouts.INQUIRE_S) if awaited is not None else ()
         if missing:
             self._warn(what, missing, waited_s, timeout_s)
         return bool(missing)
@@ -176,8 +184,8 @@ class Waits:
 
         A shard that has not answered yet proves nothing: it has up to `stall_s`, if the wait has.
         """
-        told = self._exchange.inquire(group, min(self.stall_s, max(timeouts.INQUIRE_S, left_s)))
-        missing = {rank for each in told for rank, _ in each.missing}
+        answers = self._exchange.inquire(group, min(self.stall_s, max(timeouts.INQUIRE_S, left_s)))
+        missing = {rank for each in answers for rank, _ in each.missing}
         return tuple(sorted(missing - {self._rank}))
 
     def timed_out(

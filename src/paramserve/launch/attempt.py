@@ -149,7 +149,7 @@ class Attempt:
                 workers=workers,
                 limits=self.plan.limits,
                 deadlines=deadlines,
-                wanted=lambda: self._closed_for is None,
+                may_retry=lambda: self._closed_for is None,
             )
         except ParamServeError:
             self._require_open()

@@ -51,7 +51,7 @@ class ExistingBlocks:
     def untouched(self) -> bool:
         """Whether no rank had made a step of the group when this one joined: what its older
         incarnation has written, or not any more, can be written again."""
-        reports = (each for beat in self._client.connection.found for each in beat.groups)
+        reports = (each for beat in self._client.connection.resume_reports for each in beat.groups)
         mine = [each for each in reports if each.name == self._group]
         return not any(clock for each in mine for _, clock in (*each.clocks, *each.left))
 

@@ -369,7 +369,7 @@ class LocalStepping(Local[StartedBlock]):
         pace.exchanged()
         if pace.speed and pace.fastest:
             # The fastest worker is compared with itself as it was: it may be a little slower now.
-            self.count = policy.steps_at(max(pace.speed, pace.told), pace.fastest)
+            self.count = policy.steps_at(max(pace.speed, pace.reported_speed), pace.fastest)
             self._delay = min(policy.delay, self.count - 1)
 
     def _exchange_parts(self, fragments: set[int]) -> None:

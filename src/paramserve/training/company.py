@@ -42,7 +42,7 @@ def all_have_stopped(client: Client, clocks: Mapping[str, int], epoch: int) -> b
         live = {each.rank for each in others if each.state in ("live", "retiring")}
         if not live or time.monotonic() >= until:
             return False
-        collective = connection.met(live)
+        collective = connection.open_collective(live)
         if collective is not None and collective.epoch > epoch:
             return collective.epoch == epoch + 1  # else they wait in the next one
         if collective is not None:

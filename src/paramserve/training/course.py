@@ -165,7 +165,7 @@ class Course:
         client = self._client
         again = client.connection.incarnation > 1
         if self._steps_left is None:
-            self._steps_record = client.saving.kept(STEPS) if again else b""
+            self._steps_record = client.saving.latest(STEPS) if again else b""
             self._steps_left = self._clock if again else 0
             if self._steps_record:
                 record = msgspec.msgpack.decode(self._steps_record, type=StepsRecord)
@@ -241,7 +241,7 @@ class Course:
         """Save the shape with the next step, where a run may go on from it with another one."""
         client = self._client
         if client.connection.restarts:
-            shapes = _shapes(client.saving.kept(SHAPES))
+            shapes = _shapes(client.saving.latest(SHAPES))
             if shape not in shapes and len(shapes) < SHAPES_MAX:
                 client.saving.keep(SHAPES, msgspec.msgpack.encode([*shapes, shape]))
 
@@ -360,7 +360,7 @@ class Course:
         if self._irregular is None:
             client = self._client
             again = client.connection.incarnation > 1
-            saved = [client.saving.kept(each) if again else b"" for each in OF_PASSES]
+            saved = [client.saving.latest(each) if again else b"" for each in OF_PASSES]
             self._irregular = IrregularPasses(*saved)
             if self._irregular.dropped_loaders:
                 warn_user(

@@ -528,7 +528,7 @@ class Worker:
         """Whether the function of an older incarnation has returned at the step where this one goes
         on, so that nothing that follows that step is left."""
         resumed = self.client.steps.resumed.get(self._group, 0)
-        return self.client.saving.kept(RETURNED) == b"%d" % resumed
+        return self.client.saving.latest(RETURNED) == b"%d" % resumed
 
     def tell_steps(self) -> None:
         """Give the run's result what is kept of this worker's steps."""

@@ -274,7 +274,7 @@ class FakeClient:
         self._rank = rank
         self.connection = self.steps = self.directory = self.dense = self
         self.saving = SimpleNamespace(older=lambda name: None)
-        self.found: list[Any] = []
+        self.resume_reports: list[Any] = []
         self._slots: dict[int, list[np.ndarray]] = {}
         self.clocks: dict[str, int] = {}
         self.resumed: dict[str, int] = {}

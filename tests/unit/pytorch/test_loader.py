@@ -252,7 +252,7 @@ def test_loader_that_is_made_before_the_optimizer_goes_by_the_optimizers_policy(
         rank=0,
         connection=SimpleNamespace(workers=1, incarnation=2, restarts=False, before=0),
         saving=SimpleNamespace(
-            older=lambda name: None, kept=lambda name: b"", ask=lambda name, function: None
+            older=lambda name: None, latest=lambda name: b"", ask=lambda name, function: None
         ),
         steps=SimpleNamespace(
             missed_by={},

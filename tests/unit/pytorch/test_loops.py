@@ -134,7 +134,7 @@ class Saving:
     def older(self, name: str) -> bytes | None:
         return self._older.get(name) or None
 
-    def kept(self, name: str) -> bytes:
+    def latest(self, name: str) -> bytes:
         return self._new.get(name) or self._older.get(name) or b""
 
     def keep(self, name: str, data: bytes) -> None:
