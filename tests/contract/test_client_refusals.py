@@ -261,7 +261,7 @@ def refuse(house: RoleCluster, client: Client, other: Client, case: str) -> None
     assert np.allclose(other.pull("w"), before["w"] - 0.2), case
     assert group_versions(house) == versions, case
     client.drain()
-    lent = len(client.dense.gradients.given)  # a slot that is still the caller's
+    lent = len(client.dense.gradients.caller_slots)  # a slot that is still the caller's
     assert len(client.connection.exchange._pool.in_use_by) == lent, case
 
 

@@ -49,12 +49,12 @@ class RemembersChanges(WatchedEncoder):
         self.changes: list[tuple[int, int, Floats]] = []
         self.flushes = 0
 
-    def sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
+    def mark_sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
         for each in encoded:
             if each.change is not None:
                 self.changes.append((each.block.id, self.pushes[each], each.change.copy()))
         self.flushes += flush > 0
-        super().sent(encoded, flush)
+        super().mark_sent(encoded, flush)
 
     def left_by(self, block: Block, low: int, high: int, applied: int) -> Exact:
         """What these pushes have left out of a part of a block, [high - low].

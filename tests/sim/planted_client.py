@@ -97,7 +97,7 @@ def interrupted_links_used_on(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Exchange._check
 
     def forgets(exchange: Exchange) -> None:
-        exchange._mid_call.clear()
+        exchange._shards_being_sent.clear()
         check(exchange)
 
     monkeypatch.setattr(Exchange, "_check", forgets)

@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Generator
 
-from paramserve.client.exchange import Exchange, again
+from paramserve.client.exchange import Exchange, copy_error
 from paramserve.client.waits import Waits
 from paramserve.core.client_session import Operation
 from paramserve.errors import ParamServeError
@@ -91,4 +91,4 @@ def _end(future: asyncio.Future[None], error: Exception | None) -> None:
     if error is None:
         future.set_result(None)
     else:
-        future.set_exception(again(error) if isinstance(error, ParamServeError) else error)
+        future.set_exception(copy_error(error) if isinstance(error, ParamServeError) else error)

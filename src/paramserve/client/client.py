@@ -106,7 +106,7 @@ class Client:
     @property
     def closed(self) -> bool:
         """Whether it was closed, by a call or because the cluster was lost."""
-        error = self.connection.exchange.lost
+        error = self.connection.exchange.failure
         return self.connection.closed or isinstance(error, ClientClosed)
 
     @property

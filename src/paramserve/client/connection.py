@@ -18,7 +18,7 @@ from weakref import WeakMethod
 from msgspec import structs
 
 from paramserve.client import timeouts
-from paramserve.client.exchange import Connect, Exchange, again
+from paramserve.client.exchange import Connect, Exchange, copy_error
 from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, NO_RANK, Credentials, Deadlines, Limits
 from paramserve.errors import (
@@ -482,7 +482,7 @@ class Connection:
                 fix="connect anew in the child process",
             )
         if self._reason is not None:
-            return again(self._reason)
+            return copy_error(self._reason)
         return ClientClosed(
             f"client {self.id} was closed", fix="make a new one with cluster.client()"
         )

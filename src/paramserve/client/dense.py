@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paramserve.client.connection import Connection
 from paramserve.client.directory import Directory
-from paramserve.client.exchange import done
+from paramserve.client.exchange import answers_by_shard
 from paramserve.client.gradients import Gradients, Pushes, clip
 from paramserve.client.keyed import Keyed, joined
 from paramserve.client.names import Selection, as_pairs
@@ -130,7 +130,7 @@ class Dense:
                 rows = self._keyed.checked(tables)
                 before = self._keyed.parts(rows, tick=tick, weight=weight, skip=skip)
             pushes: Pushes = []
-            caller_slots = self.gradients.given
+            caller_slots = self.gradients.caller_slots
             largest = -1.0
             try:
                 if skip:
@@ -181,7 +181,7 @@ class Dense:
                 for shard in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
-            return slot.kept(block).copy(), done(operation)[0].counts
+            return slot.kept_values(block).copy(), answers_by_shard(operation)[0].counts
 
     @contextmanager
     def cut(self, blocks: Iterable[Block] = (), *, timeout_s: float | None = None) -> Iterator[int]:
@@ -225,7 +225,7 @@ class Dense:
             )
         with self._lock:
             slot = self._exchange.take(block.kept_bytes)
-            np.copyto(slot.kept(block), array)
+            np.copyto(slot.kept_values(block), array)
             requests = []
             for shard in range(len(self._exchange.shards)):
                 offset = kept_offset(block, slot, shard)

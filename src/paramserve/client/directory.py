@@ -194,7 +194,7 @@ class Directory:
         self, block: Block, values: Sequence[Tensor], attempt: int, limit: float
     ) -> None:
         slot = self._exchange.take(block.kept_bytes)
-        flat = slot.kept(block)
+        flat = slot.kept_values(block)
         for tensor, start in zip(values, block.starts, strict=False):
             flat[start : start + tensor.array.size] = tensor.array.reshape(-1)
         requests = [
@@ -312,12 +312,12 @@ class Directory:
             load_kernels(block.kept, half=block.spec.half)
         with self._lock:
             self._exchange.check_whole()
-            self._exchange.unfinished = "a define"
+            self._exchange.interrupted_in = "a define"
             existing = self._exchange.blocks.setdefault(block.id, block)
             if existing.table is None:
                 self.names.add(existing)
             self._steps.defined(existing)
-            self._exchange.unfinished = ""
+            self._exchange.interrupted_in = ""
         return existing
 
     def policy_spec(self, consistency: Policy | None) -> ConsistencySpec | None:

@@ -51,7 +51,7 @@ class Encoded:
         slot: where its bytes lie.
         change: of the residual, [block.size]; None: the codec has none, or it is over.
         inactive: elements of pieces without a gradient, as (start, stop).
-        kept: the part of the residual that was added to it; the rest is let go.
+        residual_share: the part of the residual that was added to it; the rest is let go.
         counted: whether the next gradient counts with it.
         rest: of one that goes whole, whether pieces without a gradient keep what was left out.
     """
@@ -61,7 +61,7 @@ class Encoded:
     slot: Slot
     change: Floats | None
     inactive: Sequence[tuple[int, int]] = ()
-    kept: float = 1.0
+    residual_share: float = 1.0
     counted: bool = False
     rest: bool = False
 
@@ -89,7 +89,7 @@ class Encoder:
         """By block: of the gradients that were answered."""
         self._unanswered: dict[int, list[Encoded]] = {}
         """By block: in the order in which they were sent, and behind them what is about to be."""
-        self._asked: tuple[int, ...] = ()
+        self._newest_flush: tuple[int, ...] = ()
         """The newest `Done.flush`."""
         self._flushed = 0
         """The number of the one that was sent last, unless a shard has not applied it."""
@@ -106,9 +106,9 @@ class Encoder:
         with self._lock:
             if block.id not in self._residuals:
                 return None
-            found = np.empty(block.size, np.float32)
-            self._left_out(block, found)
-            return found
+            residual = np.empty(block.size, np.float32)
+            self._left_out(block, residual)
+            return residual
 
     def _left_out(self, block: Block, into: Floats) -> None:
         """What the next gradient has to make up for, if all that was sent is applied."""
@@ -121,7 +121,7 @@ class Encoder:
     def encode_all(
         self,
         pushes: Sequence[tuple[BlockPush, Slot]],
-        taken: list[Slot],
+        slots: list[Slot],
         clock: int,
         *,
         flush: bool,
@@ -131,7 +131,7 @@ class Encoder:
 
         Args:
             pushes: with the slots that they lie in.
-            taken: gets the slots that are taken.
+            slots: gets the slots that are taken.
             clock: as for `encode`.
             flush: whether the codecs leave nothing out that a later gradient is to make up for.
             shared: whether the servers are reached through shared memory.
@@ -143,18 +143,18 @@ class Encoder:
                 continue
             remote = codec.even_local or not shared
             if remote and not (flush and codec.feedback):
-                encoded[push.block.id] = self.encode(push, slot, taken, clock)
+                encoded[push.block.id] = self.encode(push, slot, slots, clock)
             else:
-                whole = self.whole(push, taken)
+                whole = self.whole(push, slots)
                 if whole is not None:
                     encoded[push.block.id] = whole
         return encoded
 
-    def encode(self, push: BlockPush, slot: Slot, taken: list[Slot], clock: int = 0) -> Encoded:
+    def encode(self, push: BlockPush, slot: Slot, slots: list[Slot], clock: int = 0) -> Encoded:
         """Encode a gradient, which is finite; its slot's inactive pieces become zeros.
 
         Args:
-            taken: gets the slot of the bytes, also where this fails afterwards.
+            slots: gets the slot of the bytes, also where this fails afterwards.
             clock: of this client in the group: what is drawn depends on it, and not on how many
                 pushes there were since the client came, so that a run that goes on from a
                 checkpoint draws as one that was never stopped.
@@ -175,18 +175,18 @@ class Encoder:
         for each, (low, high) in zip(codecs, ranges, strict=True):
             offsets.append(total)
             total += -(-each.size(high - low) // ALIGN) * ALIGN
-        taken += self._take([total])
-        into = taken[-1]
+        slots += self._take([total])
+        into = slots[-1]
         with self._lock:
             at, nth = self._pushes.get(block.id, (clock, -1))
             nth = nth + 1 if at == clock else 0
             self._pushes[block.id] = clock, nth
-            given, change, kept = self._to_encode(block, codec, gradient, inactive)
+            source, change, share = self._to_encode(block, codec, gradient, inactive)
             headers = []
             for shard, (low, high) in enumerate(ranges):
                 each = codecs[shard]
                 out = into.bytes[offsets[shard] : offsets[shard] + each.size(high - low)]
-                written = each.encode(given[low:high], out, self._seed(block, clock, nth, shard))
+                written = each.encode(source[low:high], out, self._seed(block, clock, nth, shard))
                 if change is not None and high > low:
                     each.decode(out[:written], change[low:high])
                 place = into.offset + offsets[shard]
@@ -194,48 +194,48 @@ class Encoder:
                     Gradient(block.id, into.arena, place, push.active, push.hyper, written)
                 )
             if change is not None:
-                if kept == 1.0:
+                if share == 1.0:
                     np.subtract(gradient, change, out=change)
                 else:
-                    np.subtract(given, change, out=change)
-                    self._left_out(block, given)
-                    change -= given
+                    np.subtract(source, change, out=change)
+                    self._left_out(block, source)
+                    change -= source
                 for start, stop in inactive:
                     change[start:stop] = 0.0
-                self._free[block.id].append(given)
-            encoded = Encoded(block, tuple(headers), into, change, inactive, kept)
+                self._free[block.id].append(source)
+            encoded = Encoded(block, tuple(headers), into, change, inactive, share)
             if change is not None:
                 self._about_to_send(encoded)
         return encoded
 
-    def whole(self, push: BlockPush, taken: list[Slot]) -> Encoded | None:
+    def whole(self, push: BlockPush, slots: list[Slot]) -> Encoded | None:
         """A gradient that is sent as it is, with what was left out: as a flush, or since its
         servers can be reached through shared memory by now; None: nothing was. Else as `encode`.
         """
         block = push.block
         if block.id not in self._residuals:
             return None
-        taken += self._take([block.nbytes])
-        into, inactive = taken[-1], _inactive(push)
+        slots += self._take([block.nbytes])
+        into, inactive = slots[-1], _inactive(push)
         with self._lock:
             change = self._memory(block)
             self._left_out(block, change)
             np.negative(change, out=change)
             halves = block.spec.half is not None
-            given: Floats = self._memory(block) if halves else into.array(block)
+            content: Floats = self._memory(block) if halves else into.array(block)
             gradient = _widened(block, push.gradient)
             with np.errstate(over="ignore"):
-                np.subtract(gradient, change, out=given)
+                np.subtract(gradient, change, out=content)
             rest = False
             for start, stop in inactive:
                 rest = rest or bool(change[start:stop].any())
-                given[start:stop] = change[start:stop] = 0.0
-            if self._is_too_large(block, given):
-                np.copyto(given, gradient)
+                content[start:stop] = change[start:stop] = 0.0
+            if self._is_too_large(block, content):
+                np.copyto(content, gradient)
                 change.fill(0.0)
             if halves:
-                compiled().round_into(into.array(block), given)
-                self._free[block.id].append(given)
+                compiled().round_into(into.array(block), content)
+                self._free[block.id].append(content)
             encoded = Encoded(block, (), into, change, inactive, rest=rest)
             self._about_to_send(encoded)
         return encoded
@@ -252,10 +252,10 @@ class Encoder:
             residual = self._residuals[block.id] = np.zeros(block.size, np.float32)
         return residual
 
-    def _is_too_large(self, block: Block, given: Floats) -> bool:
+    def _is_too_large(self, block: Block, gradient: Floats) -> bool:
         """Whether what was left out is too large to be added to a gradient, so that it is lost."""
         largest: Callable[[Floats], float] = compiled().largest
-        if largest(given) < math.inf:
+        if largest(gradient) < math.inf:
             return False
         self._residuals[block.id].fill(0.0)
         for each in self._unanswered.get(block.id, ()):
@@ -271,26 +271,26 @@ class Encoder:
         if not codec.feedback:
             return gradient, None, 1.0
         residual = self._residual_of(block)
-        given, change, kept = self._memory(block), self._memory(block), 1.0
+        source, change, share = self._memory(block), self._memory(block), 1.0
         if self._unanswered.get(block.id) or isinstance(codec.feedback, Feedback):
-            self._left_out(block, given)
-            residual = given
+            self._left_out(block, source)
+            residual = source
         if isinstance(codec.feedback, Feedback):
             for start, stop in inactive:
-                given[start:stop] = 0.0
-            kept = _kept(codec.feedback, given)
+                source[start:stop] = 0.0
+            share = _residual_share(codec.feedback, source)
         with np.errstate(over="ignore"):
-            if kept == 1.0:
-                np.add(gradient, residual, out=given)
+            if share == 1.0:
+                np.add(gradient, residual, out=source)
             else:
-                given *= np.float32(kept)
-                given += gradient
+                source *= np.float32(share)
+                source += gradient
         for start, stop in inactive:
-            given[start:stop] = 0.0
-        if self._is_too_large(block, given):
-            np.copyto(given, gradient)
-            kept = 1.0
-        return given, change, kept
+            source[start:stop] = 0.0
+        if self._is_too_large(block, source):
+            np.copyto(source, gradient)
+            share = 1.0
+        return source, change, share
 
     def _seed(self, block: Block, clock: int, nth: int, shard: int) -> int:
         return zlib.crc32(b"%d %d %d %d %d" % (self._rank, block.id, clock, nth, shard))
@@ -299,14 +299,14 @@ class Encoder:
         free = self._free.setdefault(block.id, [])
         return free.pop() if free else np.empty(block.size, np.float32)
 
-    def sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
+    def mark_sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
         """These are certain to be sent, as a flush (`Step.flush`) or not."""
         with self._lock:
             for each in encoded:
                 block, size = each.block, sum(header.extent for header in each.headers)
                 if each.headers:
-                    sent, plain = self._groups.get(block.group_name, (0, 0))
-                    self._groups[block.group_name] = sent + size, plain + block.nbytes
+                    encoded_bytes, plain = self._groups.get(block.group_name, (0, 0))
+                    self._groups[block.group_name] = encoded_bytes + size, plain + block.nbytes
                     self.sent_bytes += size
                     self.plain_bytes += block.nbytes
                 if each.change is not None:
@@ -331,8 +331,12 @@ class Encoder:
         with self._lock:
             replies = operation.replies | operation.refused
             for reply in replies.values():
-                if isinstance(reply, Done) and reply.flush and reply.flush[:1] >= self._asked[:1]:
-                    self._asked = reply.flush  # of one number the latest, of whichever group
+                if (
+                    isinstance(reply, Done)
+                    and reply.flush
+                    and reply.flush[:1] >= self._newest_flush[:1]
+                ):
+                    self._newest_flush = reply.flush  # of one number the latest, of whichever group
             for each in encoded:
                 change, each.change = each.change, None
                 if change is None or not each.counted:
@@ -366,9 +370,9 @@ class Encoder:
             blocks: that it pushes to; without a codec with feedback it is not just any next one.
         """
         with self._lock:
-            if not self._asked:
+            if not self._newest_flush:
                 return 0
-            number, group, clock = self._asked
+            number, group, clock = self._newest_flush
             if group >= 0:
                 return number if (group, clock) in calls else 0
             codecs = [block.push_codec for block in blocks if self._flushed != number]
@@ -396,9 +400,9 @@ class Encoder:
         """
         lacking = change[low:high]
         for each in self._unanswered[block.id]:
-            if each.kept == 1.0:
+            if each.residual_share == 1.0:
                 continue
-            more = lacking * np.float32(1.0 - each.kept)
+            more = lacking * np.float32(1.0 - each.residual_share)
             for start, stop in each.inactive:
                 more[max(start - low, 0) : max(stop - low, 0)] = 0.0
             assert each.change is not None
@@ -406,15 +410,15 @@ class Encoder:
             lacking -= more
 
 
-def _kept(feedback: Feedback, residual: Floats) -> float:
+def _residual_share(feedback: Feedback, residual: Floats) -> float:
     """How much of a residual, as far as it is to be added, is added."""
-    kept = float(feedback.decay)
+    share = float(feedback.decay)
     if feedback.clip_norm is not None:
         squared_norm: Callable[[Floats], float] = compiled().squared_norm
-        norm = kept * math.sqrt(squared_norm(residual))
+        norm = share * math.sqrt(squared_norm(residual))
         if norm > feedback.clip_norm:
-            kept *= feedback.clip_norm / norm
-    return kept
+            share *= feedback.clip_norm / norm
+    return share
 
 
 def _applied(reply: Any) -> bool:
@@ -429,9 +433,9 @@ def _widened(block: Block, gradient: npt.NDArray[Any]) -> Floats:
     """A gradient of 16 bits in new memory; any other one as it is."""
     if block.spec.half is None:
         return gradient
-    found = np.empty(block.size, np.float32)
-    compiled().scaled_into(found, 1.0, gradient)
-    return found
+    wide = np.empty(block.size, np.float32)
+    compiled().scaled_into(wide, 1.0, gradient)
+    return wide
 
 
 def _inactive(push: BlockPush) -> list[tuple[int, int]]:
@@ -454,25 +458,25 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool, lost_before: i
     plain = sum(block.nbytes for block in blocks)
     pushed = [(block.push_codec, _pushed_bytes(block)) for block in blocks]
     pulled = [(block.pull_codec, _pulled_bytes(block)) for block in blocks]
-    for way, verb, found in (("pushes", "sends", pushed), ("pulls", "gets", pulled)):
-        codecs = [codec for codec, _ in found if codec is not None]
+    for way, verb, sizes in (("pushes", "sends", pushed), ("pulls", "gets", pulled)):
+        codecs = [codec for codec, _ in sizes if codec is not None]
         if not plain or not codecs:
             continue
         *others, last = dict.fromkeys(codec.called for codec in codecs)
         named = f"{', '.join(others)} and {last}" if others else last
         most = "" if all(codec.fixed for codec in codecs) else "at most "
-        share = 100 * sum(nbytes for _, nbytes in found) / plain
+        share = 100 * sum(nbytes for _, nbytes in sizes) / plain
         each = " for each delta" if any(isinstance(codec, Delta) for codec in codecs) else ""
         parts.append(f"{way} {named} ({most}{share:.3g}% of the bytes{each})")
         if local and not any(codec.even_local for codec in codecs):
             whole.append(verb)
-    told = f"group {group!r} {' and '.join(parts)}" if parts else ""
+    text = f"group {group!r} {' and '.join(parts)}" if parts else ""
     if whole:
-        told += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
+        text += f"; rank 0 {' and '.join(whole)} whole values, since its servers are on its host"
     feeds = any(codec is not None and codec.feedback for codec, _ in pushed)
     if lost_before and feeds and "sends" not in whole:
-        told += f"; what was left out of the gradients of rank 0 before clock {lost_before} is lost"
-    return told
+        text += f"; what was left out of the gradients of rank 0 before clock {lost_before} is lost"
+    return text
 
 
 def _pushed_bytes(block: Block) -> int:

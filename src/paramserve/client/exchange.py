@@ -26,7 +26,7 @@ from paramserve.client.links import (
     Links,
     ReachedShard,
     Slot,
-    again,
+    copy_error,
 )
 from paramserve.config import NO_RANK, Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, Operation, SlotPool
@@ -59,7 +59,7 @@ from paramserve.transport.dial import listens
 from paramserve.transport.link import Link
 from paramserve.transport.timing import SYSTEM, Timing
 
-__all__ = ["WINDOW", "Connect", "Exchange", "Slot", "again", "done"]
+__all__ = ["WINDOW", "Connect", "Exchange", "Slot", "answers_by_shard", "copy_error"]
 
 logger = logging.getLogger("paramserve")
 
@@ -131,7 +131,7 @@ class Exchange(Links):
         """When the wait began that is under way, the latest of them; None: there is none."""
         self._mute_at = self.now()
         """When a shard that listens was last tried in vain."""
-        self._forgotten = False
+        self._session_lost = False
         """Whether a shard has ended the session while nothing was unanswered."""
         self._add_arena(FIRST_ARENA_BYTES)
         until = self.now() + deadlines.start_s
@@ -165,8 +165,8 @@ class Exchange(Links):
         self._disconnect(shard)
         if self._closed:
             return
-        if self._gone is not None:  # With one shard the cluster is lost: the others end as well.
-            self._give_up(shard, self._gone)
+        if self._failure is not None:  # With one shard the cluster is lost: the others end as well.
+            self._give_up(shard, self._failure)
             return
         if shard.farewell is not None:
             self._give_up(shard, shard.farewell)
@@ -216,19 +216,19 @@ class Exchange(Links):
             False: a shard has forgotten the client meanwhile; see `begin_anew`.
         """
         with self._lock:
-            under_way = self._closed or self._polling or self._torn or self._mid_call
-            if under_way or self._gone is not None or not self._may_begin_anew():
+            under_way = self._closed or self._polling or self._mutating or self._shards_being_sent
+            if under_way or self._failure is not None or not self._may_begin_anew():
                 return True
             ended = [self.shards[number] for number in sorted(self._down)]
             if not ended:
-                found = self._poll.poll(0)
-                known = self._by_fileno
-                ended = [known[fileno] for fileno, _ in found if fileno in known]
+                events = self._poll.poll(0)
+                by_fileno = self._by_fileno
+                ended = [by_fileno[fileno] for fileno, _ in events if fileno in by_fileno]
             for shard in ended:
-                self._mid_call |= {shard.number}
+                self._shards_being_sent |= {shard.number}
                 self._renew_link(shard)
-                self._mid_call -= {shard.number}
-            return not self._forgotten
+                self._shards_being_sent -= {shard.number}
+            return not self._session_lost
 
     def _renew_link(self, shard: ReachedShard) -> None:
         """Make a link anew if it has ended, while nothing is unanswered. What else is wrong, the
@@ -248,7 +248,7 @@ class Exchange(Links):
             self._connect(shard, self._deadlines.reconnect_s)
         except ClientClosed:
             self._disconnect(shard)
-            self._forgotten = True
+            self._session_lost = True
         except (ParamServeError, OSError):
             self._disconnect(shard)
 
@@ -265,18 +265,18 @@ class Exchange(Links):
                     with contextlib.suppress(ConnectionError, ParamServeError):
                         shard.link.send(encode(Bye(True)))
                 self._disconnect(shard)
-            self._torn = "the beginning of a new session"
+            self._mutating = "the beginning of a new session"
             for shard, addresses in zip(self.shards, joined.servers, strict=True):
-                kept = shard.session
-                shard.session = type(kept)(kept.shard, kept.window, kept.requests)
+                old = shard.session
+                shard.session = type(old)(old.shard, old.window, old.requests)
                 shard.addresses, shard.farewell = addresses, None
             hello = structs.replace(self._hello, client=joined.client, again=False)
             self._hello = hello
-            self._torn = ""
+            self._mutating = ""
             for shard in self.shards:
                 self._connect(shard, timeout_s)
             self._hello = structs.replace(hello, again=True)
-            self._forgotten = False
+            self._session_lost = False
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Exchange(Links):
             else:
                 room = not session.unanswered and requests <= self.requests
                 room = room or session.has_room(requests)
-            if shard.gone is not None or not room:
+            if shard.failure is not None or not room:
                 self._check_gone()
                 return False
         return True
@@ -321,14 +321,16 @@ class Exchange(Links):
         return ""
 
     @property
-    def lost(self) -> ParamServeError | None:
+    def failure(self) -> ParamServeError | None:
         """Why the first shard that was given up is gone; None: none is."""
-        return self._gone
+        return self._failure
 
     def _check_gone(self) -> None:
         """Raise what a shard was lost by, for a call that has sent nothing."""
-        if self._gone is not None:
-            raise rebuild(type(self._gone).__name__, self._gone.failed, "no", self._gone.fix)
+        if self._failure is not None:
+            raise rebuild(
+                type(self._failure).__name__, self._failure.failed, "no", self._failure.fix
+            )
 
     def submit(
         self,
@@ -363,10 +365,10 @@ class Exchange(Links):
                 read None for a shard that has nothing of it, which the operation does not wait for.
         """
         with self._lock:
-            if self._closed or self._torn or self._mid_call:
+            if self._closed or self._mutating or self._shards_being_sent:
                 self._check()
-            self._torn = "a request"
-            self._mid_call |= self._numbers
+            self._mutating = "a request"
+            self._shards_being_sent |= self._numbers
             self._place = place = self._place + 1
             for _, operation in calls:
                 operation.numbered = True
@@ -377,8 +379,8 @@ class Exchange(Links):
                     request = requests[shard.number]
                     if request is None:
                         continue
-                    if self._gone is not None:
-                        operation.failed(self._gone)
+                    if self._failure is not None:
+                        operation.failed(self._failure)
                         continue
                     each += [shard.session.submit(request, operation, first=not each, place=place)]
                 messages += [each]
@@ -391,7 +393,7 @@ class Exchange(Links):
                 raise
             if numbered is not None:
                 numbered()
-            self._torn = ""
+            self._mutating = ""
             for shard, frame in zip(self.shards, frames, strict=True):
                 # A broken link is made anew by the thread that reads next, which sends this again.
                 if frame is not None:
@@ -399,7 +401,7 @@ class Exchange(Links):
                         self._transmit(shard, frame)
                     except ConnectionError:
                         self._disconnect(shard)
-                self._mid_call -= {shard.number}
+                self._shards_being_sent -= {shard.number}
 
     def _take_back(
         self,
@@ -411,8 +413,8 @@ class Exchange(Links):
             shard.session.take_back(each)
         for _, operation in calls:
             operation.numbered = False
-        self._mid_call.clear()
-        self._torn = ""
+        self._shards_being_sent.clear()
+        self._mutating = ""
 
     # --- interrupts --------------------------------------------------------------------------
 
@@ -427,21 +429,21 @@ class Exchange(Links):
         """
         if self._closed:
             raise self._ended()
-        if self._torn:
-            self._end_torn(self._torn)
-        if self._mid_call:
-            for number in sorted(self._mid_call):
+        if self._mutating:
+            self._end_interrupted(self._mutating)
+        if self._shards_being_sent:
+            for number in sorted(self._shards_being_sent):
                 self._disconnect(self.shards[number])
-            self._mid_call.clear()
+            self._shards_being_sent.clear()
 
     def check_whole(self) -> None:
-        """Before the owner begins a call: whether an earlier one left `unfinished` set.
+        """Before the owner begins a call: whether an earlier one left `interrupted_in` set.
 
         Raises:
             ClientClosed: it did.
         """
-        if self.unfinished:
-            self._end_torn(self.unfinished)
+        if self.interrupted_in:
+            self._end_interrupted(self.interrupted_in)
 
     def check_answers(self) -> None:
         """Whether all that was read has had its effect.
@@ -452,7 +454,7 @@ class Exchange(Links):
         with self._lock:
             self._check()
 
-    def _end_torn(self, what: str) -> NoReturn:
+    def _end_interrupted(self, what: str) -> NoReturn:
         """Close, because what is known of the session was being changed when it was interrupted."""
         error = ClientClosed(
             f"the client closed itself: an earlier call was interrupted within {what}, and what "
@@ -508,7 +510,7 @@ class Exchange(Links):
                     if finished or now >= deadline:
                         self.waited_s += now - began
                         return finished
-                    if self._closed or self._torn or self._mid_call:
+                    if self._closed or self._mutating or self._shards_being_sent:
                         self._check()
                     if self._polling:
                         self._wait_for_other(deadline - now)
@@ -534,7 +536,7 @@ class Exchange(Links):
         """Read what is there; whatever happens here, one of the waiting threads polls next."""
         try:
             for shard in ready if not self._closed else ():
-                self._mid_call |= {shard.number}
+                self._shards_being_sent |= {shard.number}
                 try:
                     if shard.link is None or shard.number in self._down:
                         raise ConnectionError("not connected")
@@ -545,7 +547,7 @@ class Exchange(Links):
                     if isinstance(error, ClientClosed):
                         raise
                     self._give_up(shard, error)
-                self._mid_call -= {shard.number}
+                self._shards_being_sent -= {shard.number}
         finally:
             if self._waiters:
                 self._condition.notify_all()
@@ -558,9 +560,9 @@ class Exchange(Links):
             if (type(reply) is not Done and type(reply) is not Values) or link.payload_bytes:
                 self._take(shard, link, reply)
             else:
-                self._torn = "an answer"
+                self._mutating = "an answer"
                 shard.session.on_reply(reply)
-                self._torn = ""
+                self._mutating = ""
             header = link.buffered() if link.more else None
 
     def _take(self, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
@@ -571,14 +573,14 @@ class Exchange(Links):
         if isinstance(reply, Refused) and reply.seq == 0:  # the server is about to cut this link
             raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if link.payload_bytes:
-            sent = shard.session.pending_for(reply)
-            if sent is None:
+            request = shard.session.pending_for(reply)
+            if request is None:
                 link.skip_payload()
             else:
-                self.payloads.read(shard.number, link, sent)
-        self._torn = "an answer"
+                self.payloads.read(shard.number, link, request)
+        self._mutating = "an answer"
         shard.session.on_reply(reply)
-        self._torn = ""
+        self._mutating = ""
 
     def oldest_group(self) -> int | None:
         """The group of the step that holds up what a shard was sent after it, if one does."""
@@ -593,8 +595,8 @@ class Exchange(Links):
 
     def inquire(self, group: int, timeout_s: float) -> list[Waiting]:
         """Ask the shards that owe an answer what they wait for; what came within `timeout_s`."""
-        asked = [shard for shard in self.shards if shard.session.outstanding]
-        answers = self._ask(asked, Inquire(group), timeout_s)
+        shards = [shard for shard in self.shards if shard.session.outstanding]
+        answers = self._ask(shards, Inquire(group), timeout_s)
         return [answer for answer in answers if isinstance(answer, Waiting)]
 
     def reports(
@@ -615,34 +617,34 @@ class Exchange(Links):
     def _ask(
         self, shards: Sequence[ReachedShard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
-        asked: dict[int, Link] = {}
+        links: dict[int, Link] = {}
         under_way = Question(question)
 
-        def told() -> bool:
+        def is_answered() -> bool:
             answers = under_way.answers
-            waiting = [s for s in shards if s.number not in answers and self._gone is None]
+            waiting = [s for s in shards if s.number not in answers and self._failure is None]
             for shard in waiting:  # Not numbered: a question is lost with its link.
-                if shard.link is not None and shard.link is not asked.get(shard.number):
-                    asked[shard.number] = shard.link
+                if shard.link is not None and shard.link is not links.get(shard.number):
+                    links[shard.number] = shard.link
                     self._question(shard, question)
             return not waiting
 
         try:
             with self._lock:
                 self._questions.append(under_way)
-            self.read_until(told, self.now() + timeout_s)
+            self.read_until(is_answered, self.now() + timeout_s)
         finally:
             with self._lock:
                 self._questions = [each for each in self._questions if each is not under_way]
         return [under_way.answers[s.number] for s in shards if s.number in under_way.answers]
 
     def _question(self, shard: ReachedShard, question: Inquire | AskReport) -> None:
-        self._mid_call.add(shard.number)
+        self._shards_being_sent.add(shard.number)
         try:
             self._transmit(shard, (encode(question), []))
         except ConnectionError:
             self._disconnect(shard)
-        self._mid_call.discard(shard.number)
+        self._shards_being_sent.discard(shard.number)
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until every request has been answered; False after `timeout_s`."""
@@ -665,7 +667,7 @@ class Exchange(Links):
             self._reason = reason
             goodbye = encode(Bye(self._nothing_outstanding))
             for shard in self.shards:
-                if shard.link is not None and bye and shard.number not in self._mid_call:
+                if shard.link is not None and bye and shard.number not in self._shards_being_sent:
                     with contextlib.suppress(ConnectionError, ParamServeError):
                         shard.link.send(goodbye)
                 self._disconnect(shard)
@@ -682,7 +684,7 @@ class Exchange(Links):
     @property
     def _nothing_outstanding(self) -> bool:
         """Whether all shards have answered all that any of them was sent."""
-        whole = self._gone is None and not self._torn and not self._mid_call
+        whole = self._failure is None and not self._mutating and not self._shards_being_sent
         return whole and not any(shard.session.unanswered for shard in self.shards)
 
     def abandon(self) -> None:
@@ -692,7 +694,7 @@ class Exchange(Links):
         self._condition = threading.Condition(self._lock)
 
 
-def done(operation: Operation) -> list[Done]:
+def answers_by_shard(operation: Operation) -> list[Done]:
     """The shards' answers, in shard order; the operation is complete and has no error."""
     replies = operation.replies
     return list(replies.values()) if len(replies) == 1 else [replies[k] for k in sorted(replies)]

@@ -37,7 +37,7 @@ class Gradients:
         self._exchange = exchange
         self._refuses = refuses
         self._rank = rank
-        self.given: dict[int, tuple[Slot, Array]] = {}
+        self.caller_slots: dict[int, tuple[Slot, Array]] = {}
         """By block: what `slot` has given out, with the slot; until the number of its step."""
         self._lent: dict[int, Filling] = {}
         """By block: the slot whose pieces `lend` gives out."""
@@ -46,10 +46,10 @@ class Gradients:
 
     def slot(self, block: Block) -> Array:
         """[block.size] of shared memory to write a gradient to; the same until a step takes it."""
-        if block.id not in self.given:
+        if block.id not in self.caller_slots:
             (slot,) = self._exchange.take_each([block.nbytes])
-            self.given[block.id] = slot, slot.array(block)
-        return self.given[block.id][1]
+            self.caller_slots[block.id] = slot, slot.array(block)
+        return self.caller_slots[block.id][1]
 
     def take(self, push: Sequence[BlockPush]) -> tuple[Pushes, float]:
         """Gradients that were written to their slots: to be sent, and their largest element. The
@@ -60,36 +60,36 @@ class Gradients:
             ShapeMismatch: it is said to have a piece that its block does not have. In both cases
                 everything is as it was.
         """
-        pushes = self._given_for(push)
+        pushes = self._with_slots(push)
         largest = 0.0
         for each in push:
-            found = _largest(each)
-            largest = found if found > largest else largest
+            size = _largest(each)
+            largest = size if size > largest else largest
         if largest == math.inf and self._refuses(push[0].block):
             raise self._nonfinite(_first_nonfinite(push))
         return pushes, largest
 
     def drop(self, push: Sequence[BlockPush]) -> None:
         """Gradients that will not be sent."""
-        pushes = self._given_for(push)
+        pushes = self._with_slots(push)
         for each in push:
-            del self.given[each.block.id]
+            del self.caller_slots[each.block.id]
         self._exchange.give_back([slot for _, slot in pushes])
 
-    def _given_for(self, push: Sequence[BlockPush]) -> Pushes:
+    def _with_slots(self, push: Sequence[BlockPush]) -> Pushes:
         """Gradients with the slots that they were given out in."""
         pushes: Pushes = []
-        given, seen = self.given, set[int]()
+        slots, visited = self.caller_slots, set[int]()
         for each in push:
             block, active = each.block, each.active
-            known = block.id in given and block.id not in seen
-            if not known or each.gradient is not given[block.id][1]:
+            is_lent = block.id in slots and block.id not in visited
+            if not is_lent or each.gradient is not slots[block.id][1]:
                 raise ValueError(
                     f"the gradient of block {block.id} is not what gradient_slot gave for this "
                     "step: get one with client.dense.gradient_slot(block), fill it, push it once"
                 )
-            seen |= {block.id}
-            pushes += [(each, given[block.id][0])]
+            visited |= {block.id}
+            pushes += [(each, slots[block.id][0])]
             if active is None:
                 continue
             count = len(block.pieces)
@@ -127,9 +127,9 @@ class Gradients:
         pushes: Pushes = []
         try:
             for part, filling in zip(selection.parts, fillings, strict=True):
-                given = arrays[part.span] if part.span is not None else part.pick(arrays)
-                found = _fill(part, given, filling)
-                largest = found if found > largest else largest
+                gradients = arrays[part.span] if part.span is not None else part.pick(arrays)
+                size = _fill(part, gradients, filling)
+                largest = size if size > largest else largest
                 pushes += [(BlockPush(part.block, filling.flat, part.active), filling.slot)]
             if largest == math.inf and self._refuses(selection.blocks[0]):
                 raise self._nonfinite(_first_nonfinite([push for push, _ in pushes]))
@@ -162,22 +162,22 @@ class Gradients:
         sums = []
         try:
             for part in selection.parts:
-                given, filling = part.pick(arrays), fillings[part.block.id]
+                gradients, filling = part.pick(arrays), fillings[part.block.id]
                 if part.block.id not in into:
-                    found = largest[part.block.id] = _fill(part, given, filling)
-                    if found == math.inf and not bad:
+                    size = largest[part.block.id] = _fill(part, gradients, filling)
+                    if size == math.inf and not bad:
                         bad = _first_nonfinite([BlockPush(part.block, filling.flat, part.active)])
                     continue
                 most = filling.largest
-                for piece, gradient in zip(part.pieces, given, strict=True):
+                for piece, gradient in zip(part.pieces, gradients, strict=True):
                     if piece.index in filling.staged:
-                        found = 0.0 if piece.is_finite(gradient) else math.inf
+                        size = 0.0 if piece.is_finite(gradient) else math.inf
                         sums.append((piece, filling.flat, gradient))
                         most = -1.0
                     else:
-                        found = piece.fill(filling.flat, gradient, False)
-                        most = max(most, found) if most >= 0.0 else most
-                    if found == math.inf and not bad:
+                        size = piece.fill(filling.flat, gradient, False)
+                        most = max(most, size) if most >= 0.0 else most
+                    if size == math.inf and not bad:
                         bad = piece.name
                 largest[part.block.id] = most
             if bad and self._refuses(selection.blocks[0]):
@@ -185,7 +185,7 @@ class Gradients:
         except BaseException:
             self._undo(new)
             raise
-        self._exchange.unfinished = "a push"
+        self._exchange.interrupted_in = "a push"
         with np.errstate(over="ignore"):  # what overflows is found when the step ends
             for piece, flat, gradient in sums:
                 piece.add(flat, gradient)
@@ -195,7 +195,7 @@ class Gradients:
             filling.largest = largest[part.block.id] if at_once or not filling.lent else -1.0
             filling.lent = None
             into[part.block.id] = filling
-        self._exchange.unfinished = ""
+        self._exchange.interrupted_in = ""
 
     def staged(self, fillings: Mapping[int, Filling]) -> tuple[Pushes, float]:
         """What was kept, by block: to be sent with the tick, and its largest element."""
@@ -206,8 +206,8 @@ class Gradients:
             whole = None if len(pieces) == len(block.pieces) else tuple(sorted(pieces))
             push = BlockPush(block, filling.flat, whole)
             pushes.append((push, filling.slot))
-            found = filling.largest if filling.largest >= 0.0 else _largest(push)
-            largest = found if found > largest else largest
+            size = filling.largest if filling.largest >= 0.0 else _largest(push)
+            largest = size if size > largest else largest
         if largest == math.inf and self._refuses(pushes[0][0].block):
             self._exchange.give_back([slot for _, slot in pushes])
             raise self._nonfinite(_first_nonfinite([push for push, _ in pushes]))
@@ -220,21 +220,21 @@ class Gradients:
         Raises:
             Overloaded: there is no memory for them. None is taken.
         """
-        lent, found = self._lent, dict[int, Filling]()
+        lent, by_block = self._lent, dict[int, Filling]()
         new: list[Block] = []
         for part in parts:
             number = part.block.id
             if number in lent and (part.active is None or _comes_back(lent[number], part.active)):
-                found[number] = lent[number]
+                by_block[number] = lent[number]
             else:
                 new += [part.block]
         if new:
             slots = self._exchange.take_each([block.nbytes for block in new])
             for block, slot in zip(new, slots, strict=True):
-                found[block.id] = Filling(block, slot, slot.array(block))
+                by_block[block.id] = Filling(block, slot, slot.array(block))
         fillings: list[Filling] = []
         for part in parts:
-            filling = found[part.block.id]
+            filling = by_block[part.block.id]
             fillings += [filling]
             if filling.lent:
                 del lent[part.block.id]
@@ -260,17 +260,17 @@ def _comes_back(filling: Filling, active: tuple[int, ...]) -> bool:
     return filling.lent is None or filling.lent.keys() <= set(active)
 
 
-def _fill(part: Part, given: Sequence[Array], filling: Filling) -> float:
+def _fill(part: Part, gradients: Sequence[Array], filling: Filling) -> float:
     """Write gradients to their places in a slot; the largest size of their elements."""
     lent, flat = filling.lent, filling.flat
     in_place = lent is not None
-    for index, gradient in zip(part.indices, given, strict=True):
+    for index, gradient in zip(part.indices, gradients, strict=True):
         if lent is None or index not in lent or lent[index] is not gradient:
             in_place = False
             break
     if part.small and not in_place:
         tensors = filling.slot.tensors(part.block)
-        for piece, gradient in zip(part.pieces, given, strict=True):
+        for piece, gradient in zip(part.pieces, gradients, strict=True):
             if gradient.dtype is piece.dtype:
                 tensors[piece.index][...] = gradient
             else:
@@ -280,10 +280,10 @@ def _fill(part: Part, given: Sequence[Array], filling: Filling) -> float:
     if in_place and part.active is None:
         return largest(flat)
     most = 0.0
-    for piece, gradient in zip(part.pieces, given, strict=True):
+    for piece, gradient in zip(part.pieces, gradients, strict=True):
         lies_there = in_place or (lent is not None and gradient is lent.get(piece.index))
-        found = piece.fill(flat, gradient, lies_there)
-        most = found if found > most else most
+        size = piece.fill(flat, gradient, lies_there)
+        most = size if size > most else most
     return most
 
 

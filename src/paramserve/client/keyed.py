@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from paramserve.client.connection import Connection
-from paramserve.client.exchange import done
+from paramserve.client.exchange import answers_by_shard
 from paramserve.client.labels import DIM, Labels, labels_kept, labels_options
 from paramserve.client.names import as_keys, as_rows
 from paramserve.client.row_encoding import RowEncoder
@@ -262,7 +262,7 @@ class Keyed:
         parts: list[StepParts] = []
         group, staged = "", NOTHING_STAGED
         if tick and pushes:
-            self._exchange.unfinished = "a step"
+            self._exchange.interrupted_in = "a step"
         try:
             for push, hyper in zip(pushes, hypers, strict=True):
                 block, keys, values = push.block, push.keys, push.values
@@ -297,7 +297,7 @@ class Keyed:
         self._exchange.give_back([slot for each in parts for slot in each.slots])
         for each in parts:
             fail_staged(each.block.group_name, each.staged, why)
-        self._exchange.unfinished = ""
+        self._exchange.interrupted_in = ""
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
         push = lay_push(self._exchange, block, keys, values, hyper)
@@ -370,7 +370,7 @@ class Keyed:
                 request if each == shard else others for each in range(len(self._exchange.shards))
             ]
             operation = self._steps.finish("fetch", requests, timeout_s, [slot])
-            count, after = done(operation)[shard].counts
+            count, after = answers_by_shard(operation)[shard].counts
             # The slot may be given out again when the lock is released.
             return records_at(slot.bytes, 0, *shape, request.idle).first(count), after
 
@@ -440,7 +440,9 @@ class Keyed:
         """
         named = lay_named(self._exchange, kind, block, keys)
         what = "assign" if kind is Delete else "fetch"
-        answers = done(self._steps.finish(what, named.requests, timeout_s, [named.slot]))
+        answers = answers_by_shard(
+            self._steps.finish(what, named.requests, timeout_s, [named.slot])
+        )
         answered = np.empty(keys.size, np.uint8)
         for own, each in named.answers:
             answered[own] = each

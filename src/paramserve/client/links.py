@@ -138,17 +138,17 @@ class Slot:
     def tensors(self, block: Block) -> list[Array]:
         """The slot as the block's tensors, each [*shape]; kept for the next call, and not to be
         given out, since a shape can be changed."""
-        kept = self._tensors
-        if kept is None or kept[0] is not block:
+        cached = self._tensors
+        if cached is None or cached[0] is not block:
             flat, starts = self.array(block).view(block.shown), block.starts
             tensors = [
                 flat[starts[index] : starts[index + 1]].reshape(piece.shape)
                 for index, piece in enumerate(block.pieces)
             ]
-            kept = self._tensors = block, tensors
-        return kept[1]
+            cached = self._tensors = block, tensors
+        return cached[1]
 
-    def kept(self, block: Block) -> Array:
+    def kept_values(self, block: Block) -> Array:
         """The slot as [block.size] of what the servers keep."""
         return np.frombuffer(self.bytes, block.kept, block.size)
 
@@ -170,7 +170,7 @@ class ReachedShard:
         self.link: Link | None = None
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
-        self.gone: ParamServeError | None = None
+        self.failure: ParamServeError | None = None
         self.farewell: ParamServeError | None = None
         """Why its server has ended the link, where a send has found that."""
         self.mute_since: float | None = None
@@ -247,14 +247,14 @@ class Links:
         """By kind of wait."""
         self._down: set[int] = set()
         """Shards whose link is broken and not yet made anew."""
-        self._gone: ParamServeError | None = None
+        self._failure: ParamServeError | None = None
         """Why the first shard that was given up is gone."""
         self._numbers = frozenset(shard.number for shard in self.shards)
-        self._mid_call: set[int] = set()
+        self._shards_being_sent: set[int] = set()
         """Shards whose link a call uses, or is to; found by another call, it was interrupted."""
-        self._torn = ""
+        self._mutating = ""
         """What of the sessions is being changed; found by another call, that was interrupted."""
-        self.unfinished = ""
+        self.interrupted_in = ""
         """The same for what the owner knows besides, under the owner's lock: set and cleared
         there, looked at by `Exchange.check_whole`."""
 
@@ -268,7 +268,7 @@ class Links:
         if os.getpid() != self._pid:
             return forks.forked(f"shard {self.shards[0].addresses[0]}", self._pid)
         if self._reason is not None:
-            return again(self._reason)
+            return copy_error(self._reason)
         return ClientClosed("the client was closed", fix="make a new one with cluster.client()")
 
     # --- slots -------------------------------------------------------------------------------
@@ -350,8 +350,8 @@ class Links:
     def _unused(self) -> list[int]:
         """Arenas that nothing lies in, the largest first; but the smallest of all stays, since a
         server that is connected to without an arena shares no memory."""
-        found = sorted(self._pool.unused(), key=lambda number: -self._arenas[number].nbytes)
-        return found if len(found) < len(self._arenas) else found[:-1]
+        unused = sorted(self._pool.unused(), key=lambda number: -self._arenas[number].nbytes)
+        return unused if len(unused) < len(self._arenas) else unused[:-1]
 
     def _drop_arena(self, number: int) -> None:
         """Give an arena's memory back. Servers map its place until another one has the number."""
@@ -431,7 +431,7 @@ class Links:
 
     def _disconnect(self, shard: ReachedShard) -> None:
         """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
-        if shard.gone is None:
+        if shard.failure is None:
             self._down.add(shard.number)
         link = shard.link
         if link is not None:
@@ -460,13 +460,13 @@ class Links:
                 fix="look why its process ended; its values are lost, start again",
             )
         error = rebuild(type(error).__name__, error.failed, "unknown", error.fix)
-        shard.gone = error
-        self._gone = self._gone if self._gone is not None else error
+        shard.failure = error
+        self._failure = self._failure if self._failure is not None else error
         self._down.discard(shard.number)
-        self._torn = "an answer"
+        self._mutating = "an answer"
         for each in self.shards:
             each.session.abandon(error)
-        self._torn = ""
+        self._mutating = ""
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -521,18 +521,18 @@ class Links:
             )
         began = now = self.now()
         until = began + (polling.budget_s if polling.budget_s < timeout_s else timeout_s)
-        found: list[tuple[int, int]] = []
-        while not found and now < until:
-            found = self._poll.poll(0)
-            if not found:
+        events: list[tuple[int, int]] = []
+        while not events and now < until:
+            events = self._poll.poll(0)
+            if not events:
                 sched_yield()  # a server may wait for this very core
             now = self.now()
-        polled, late = bool(found), now > until + SHARED_S
+        polled, late = bool(events), now > until + SHARED_S
         if not polled:
             slice_s = timeout_s if timeout_s < POLL_SLICE_S else POLL_SLICE_S
-            found = self._poll.poll(slice_s * 1000)
+            events = self._poll.poll(slice_s * 1000)
         polling.waited(self.now() - began, polled=polled, late=late)
-        return [self._by_fileno[fileno] for fileno, _ in found if fileno in self._by_fileno]
+        return [self._by_fileno[fileno] for fileno, _ in events if fileno in self._by_fileno]
 
 
 def _place(addresses: Sequence[str]) -> str:
@@ -541,6 +541,6 @@ def _place(addresses: Sequence[str]) -> str:
     return places[0] if places else addresses[0]
 
 
-def again(error: ParamServeError) -> ParamServeError:
+def copy_error(error: ParamServeError) -> ParamServeError:
     """A fresh copy of an error that is raised more than once: each has its own traceback."""
     return rebuild(type(error).__name__, error.failed, error.applied, error.fix)

@@ -104,9 +104,11 @@ class Payloads:
             if message.spec.table is not None:
                 return message
             number = message.spec.block
-            offset = payload.add(self._kept(shard, number, message.arena, message.offset))
+            offset = payload.add(self._kept_part(shard, number, message.arena, message.offset))
         elif isinstance(message, Assign):
-            offset = payload.add(self._kept(shard, message.block, message.arena, message.offset))
+            offset = payload.add(
+                self._kept_part(shard, message.block, message.arena, message.offset)
+            )
         elif isinstance(message, Put):
             offset = payload.add(self._records(message))
         elif isinstance(message, Delete | Contains):
@@ -187,19 +189,19 @@ class Payloads:
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
 
-    def _kept(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
+    def _kept_part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
         """The same of what the servers keep."""
         block = self._blocks[number]
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.kept.itemsize]
 
-    def read(self, shard: int, link: GivesPayload, sent: PendingRequest) -> None:
+    def read(self, shard: int, link: GivesPayload, request: PendingRequest) -> None:
         """Read the payload of an answer to where its request wants it.
 
         Raises:
             ProtocolError: it is none that a server sends.
         """
-        message = sent.message
+        message = request.message
         if isinstance(message, Step | Read | TakeSnapshot):
             exact = isinstance(message, TakeSnapshot)
             # Loops and `+=`, as in `Steps._prepare`: a small step has few calls.
@@ -239,7 +241,7 @@ class Payloads:
         else:
             assert isinstance(message, Fetch)
             number, arena, offset = message.block, message.arena, message.offset
-            link.read_payload([self._kept(shard, number, arena, offset)])
+            link.read_payload([self._kept_part(shard, number, arena, offset)])
 
     def _behind(
         self, shard: int, link: GivesPayload, landings: Sequence[Bytes], delta: Delta
@@ -255,28 +257,28 @@ class Payloads:
         self, shard: int, changed: Sequence[tuple[ReadTarget, Delta]], data: Bytes
     ) -> None:
         """What has changed of values, to where they are wanted; or of none, if a part is wrong."""
-        found: list[tuple[DeltaReader, CopyUpdate]] = []
+        updates: list[tuple[DeltaReader, CopyUpdate]] = []
         at = 0
         for place, delta in changed:
             reader = self._reader(delta, self._blocks[place.block], shard)
             try:
-                found.append((reader, reader.read(data[at:])))
+                updates.append((reader, reader.read(data[at:])))
             except ValueError as wrong:
                 raise _not_decoded(shard, delta, wrong) from None
-            at += padded(found[-1][1].nbytes)
+            at += padded(updates[-1][1].nbytes)
         if at != data.size:
             more = ValueError(f"its parts have {at} bytes, and {data.size} came")
             raise _not_decoded(shard, changed[0][1], more)
-        for (place, _), (reader, taken) in zip(changed, found, strict=True):
-            reader.keep(taken)
+        for (place, _), (reader, update) in zip(changed, updates, strict=True):
+            reader.keep(update)
             part = self._part(shard, place.block, place.arena, place.offset)
-            _place(self._blocks[place.block], taken.values, part)
-            self._count(self._blocks[place.block], taken.nbytes, part.nbytes)
+            _place(self._blocks[place.block], update.values, part)
+            self._count(self._blocks[place.block], update.nbytes, part.nbytes)
 
-    def _count(self, block: Block, came: int, plain: int) -> None:
+    def _count(self, block: Block, encoded_bytes: int, plain: int) -> None:
         """Values of a group came encoded, in so many bytes."""
         before = self.read_bytes.get(block.group_name, (0, 0))
-        self.read_bytes[block.group_name] = before[0] + came, before[1] + plain
+        self.read_bytes[block.group_name] = before[0] + encoded_bytes, before[1] + plain
 
     def _reader(self, delta: Delta, block: Block, shard: int) -> DeltaReader:
         reader = self._readers.get((block.id, shard))
@@ -292,7 +294,7 @@ class Payloads:
             low, high = block.range(shard)
             return aligned(block.pull_codec.size(high - low))
         if place.keys is None:
-            of = self._kept if exact else self._part
+            of = self._kept_part if exact else self._part
             return of(shard, place.block, place.arena, place.offset)
         codecs, table = block.row_codecs, block.table
         if codecs is not None:
@@ -307,22 +309,22 @@ class Payloads:
         table = block.table
         assert table is not None
         if block.row_codecs is not None and type(keys) is not ExactKeys:
-            came = rows.nbytes
+            encoded_bytes = rows.nbytes
             rows = _decoded(block.group_name, block.row_codecs, keys.rows, rows)
-            self._count(block, came, rows.nbytes)
+            self._count(block, encoded_bytes, rows.nbytes)
         _, places = keys_at(self._arenas[keys.arena].memory, keys.offset, keys.rows)
         memory = self._arenas[place.arena].memory
         values = np.frombuffer(memory, np.float32, keys.total * table.dim, place.offset)
         values.reshape(-1, table.dim)[places] = rows.view(np.float32).reshape(-1, table.dim)
 
 
-def _coded_keys(codecs: RowCodecs, asked: Keys, memory: Bytes) -> Bytes:
+def _coded_keys(codecs: RowCodecs, request: Keys, memory: Bytes) -> Bytes:
     """The keys of a read as they travel. They and the places of their rows, which the answer
     follows, are put in that order where they lie."""
-    keys, places = keys_at(memory, asked.offset, asked.rows)
+    keys, places = keys_at(memory, request.offset, request.rows)
     order = order_of(keys)
     keys[...], places[...] = keys[order], places[order]
-    return codecs.encode_request(keys, exact=type(asked) is ExactKeys)
+    return codecs.encode_request(keys, exact=type(request) is ExactKeys)
 
 
 def _decoded(table: str, codecs: RowCodecs, count: int, data: Bytes) -> Bytes:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from paramserve.client.client import Client
-from paramserve.client.exchange import done
+from paramserve.client.exchange import answers_by_shard
 from paramserve.client.step_parts import kept_offset
 from paramserve.messages import ReadTarget, TakeSnapshot, Watch
 
@@ -67,7 +67,7 @@ class Snapshots:
                         for block, slot in zip(blocks, slots, strict=True)
                     )
                     requests.append(TakeSnapshot(0, first.group, after, pull))
-                replies = done(
+                replies = answers_by_shard(
                     self._steps.finish("snapshot", requests, self._steps.waits.timeout_s, slots)
                 )
                 versions = {reply.taken for reply in replies}
@@ -78,7 +78,7 @@ class Snapshots:
                 after = max(versions) - 1  # A shard has dropped the older ones.
             values = {}
             for block, slot in zip(blocks, slots, strict=True):
-                flat = slot.kept(block)
+                flat = slot.kept_values(block)
                 for piece in self._directory.names.pieces(block):
                     values[piece.name] = piece.view(flat).copy()
             return GroupSnapshot(versions.pop(), values, max(reply.dropped for reply in replies))

@@ -1,4 +1,4 @@
-"""A client's steps: one message to every shard, and what becomes of its ticket and its slots."""
+"""Builds, sends and completes a client's steps: the messages, their tickets and their slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramserve.client.awaiting import AwaitedSteps
 from paramserve.client.call_frames import NOT_LEASED, Prepared
 from paramserve.client.clocks import ClientClocks
 from paramserve.client.encoding import Encoded, Encoder
-from paramserve.client.exchange import Exchange, Slot, again, done
+from paramserve.client.exchange import Exchange, Slot, answers_by_shard, copy_error
 from paramserve.client.loop_progress import LoopProgress
 from paramserve.client.saving import Saving
 from paramserve.client.staging import Staged, Staging, fail_staged
@@ -104,7 +104,7 @@ class Steps(ClientClocks):
         """Epochs that loops over `loader.epochs` have begun, with those that they left out."""
         self.loop = LoopProgress()
         self._factor = 1.0
-        self._found: frozenset[str] = frozenset()
+        self._initial_groups: frozenset[str] = frozenset()
         """Groups that were there when this client came."""
         self.now = exchange.now
         self.usage = Usage(exchange, self.loop)
@@ -117,38 +117,38 @@ class Steps(ClientClocks):
         self.values = ValueSlots(exchange)
         self._unread: dict[Ticket, None] = {}
         """Tickets with an unread error, oldest first."""
-        self._forgotten = deque[Ticket]()
+        self._abandoned = deque[Ticket]()
         """Tickets that no call waits for any more, and whose slots are still to go back."""
 
     def save_with(self, saving: Saving) -> None:
         """Tell with steps of what this worker saves."""
         self._saving = saving
 
-    def resume(self, told: Sequence[ServerBeat], *, returned: bool) -> None:
+    def resume(self, beats: Sequence[ServerBeat], *, returned: bool) -> None:
         """Take over the clocks of this rank from its older incarnations, or the others' for a new
         one, and the groups' policies.
 
         Args:
-            told: by each shard.
+            beats: by each shard.
             returned: whether the others have gone on without this rank.
         """
-        reports = [beat.groups for beat in told]
+        reports = [beat.groups for beat in beats]
         by_name: dict[str, list[GroupReport]] = {}
-        for beat in told:
+        for beat in beats:
             for report in beat.groups:
                 by_name.setdefault(report.name, []).append(report)
-        for name, found in resume(reports, self._rank).items():
+        for name, position in resume(reports, self._rank).items():
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self.learn(news)
-            self.go_on(name, found.clock)
-            self.resumed[name] = found.clock
-            self.repeated = max(self.repeated, found.repeated)
+            self.go_on(name, position.clock)
+            self.resumed[name] = position.clock
+            self.repeated = max(self.repeated, position.repeated)
             ended = [clock for each in by_name[name] for r, clock in each.left if r == self._rank]
-            if ended and max(ended) < found.clock:
+            if ended and max(ended) < position.clock:
                 self.overtaken[name] = max(ended)
             member = any(r == self._rank for each in by_name[name] for r, _ in each.clocks)
-            self.steps_made[name] = found.clock if member else max(ended, default=0)
-        self._found = frozenset(by_name)
+            self.steps_made[name] = position.clock if member else max(ended, default=0)
+        self._initial_groups = frozenset(by_name)
         self.first = self.first and not returned
         late = by_name.keys() if returned else not_joined(reports, self._rank)
         for name in late:
@@ -171,7 +171,9 @@ class Steps(ClientClocks):
     def defined(self, block: Block) -> None:
         """This client knows of a block from now on; repeating changes nothing."""
         self._terms.defined(block.group, block.spec.consistency)
-        late = not (self.first or block.group in self.versions or block.group_name in self._found)
+        late = not (
+            self.first or block.group in self.versions or block.group_name in self._initial_groups
+        )
         if late and self._rank != NO_RANK and not self._is_member_before(block):
             self.membership.mark_pending(block.group_name)
         self.versions.setdefault(block.group, [0] * self._shards)
@@ -190,11 +192,13 @@ class Steps(ClientClocks):
     def sent_gradients(self) -> tuple[SentGradients, ...]:
         """Of each group what its gradients and values took on the wire, where a codec has encoded
         some. May be called without the lock."""
-        told = {} if self.encoder is None else {each.group: each for each in self.encoder.report()}
-        for group, (came, plain) in list(self._exchange.payloads.read_bytes.items()):
-            each = told.get(group, SentGradients(group, 0, 0, 0.0))
-            told[group] = replace(each, read_bytes=came, read_plain_bytes=plain)
-        return tuple(told.values())
+        by_group = (
+            {} if self.encoder is None else {each.group: each for each in self.encoder.report()}
+        )
+        for group, (encoded_bytes, plain) in list(self._exchange.payloads.read_bytes.items()):
+            each = by_group.get(group, SentGradients(group, 0, 0, 0.0))
+            by_group[group] = replace(each, read_bytes=encoded_bytes, read_plain_bytes=plain)
+        return tuple(by_group.values())
 
     def undefined(self, block: Block) -> None:
         """A block was not defined after all."""
@@ -281,11 +285,11 @@ class Steps(ClientClocks):
                 In all cases nothing was sent.
         """
         exchange = self._exchange
-        if exchange.unfinished:
+        if exchange.interrupted_in:
             exchange.check_whole()
         if self._unread:
             self.raise_unread()
-        if self._forgotten:
+        if self._abandoned:
             self._let_go()
         if not exchange.has_room(requests, reads=reads):
             self._make_room(timeout_s, what, requests, reads)
@@ -304,9 +308,9 @@ class Steps(ClientClocks):
                 error.failed, error.applied = f"{full}: {error.failed}", "no"
                 raise
 
-    def _numbered(self, sent: Sequence[Prepared]) -> None:
+    def _numbered(self, calls: Sequence[Prepared]) -> None:
         """A call is certain to be sent."""
-        for each in sent:
+        for each in calls:
             parts = each.parts
             if parts.numbered is not None:
                 parts.numbered(each.ticket)
@@ -320,13 +324,13 @@ class Steps(ClientClocks):
             if self._saving is not None and each.saved:
                 self._saving.mark_sent(each.saved)
             if self.encoder is not None:
-                self.encoder.sent([*each.encoded.values()], each.requests[0].flush)
-        self._exchange.unfinished = ""
+                self.encoder.mark_sent([*each.encoded.values()], each.requests[0].flush)
+        self._exchange.interrupted_in = ""
 
     def _break_off(
         self,
         parts: Sequence[StepParts],
-        sent: Sequence[Prepared],
+        sent_steps: Sequence[Prepared],
         prepared: Sequence[Prepared],
         values: Sequence[Slot],
         error: BaseException,
@@ -334,18 +338,18 @@ class Steps(ClientClocks):
         """A call was ended by an error or an interrupt: what of it is not sent will not be.
 
         Args:
-            sent: in its frames before.
+            sent_steps: in its frames before.
             prepared: for the present frame; the shards may write to `values` if it is sent.
         """
         if isinstance(error, ParamServeError | ValueError):
-            self._exchange.unfinished = ""
-        numbered = [each for each in (*sent, *prepared) if each.operation.numbered]
-        self._forgotten.extend(each.ticket for each in numbered)
+            self._exchange.interrupted_in = ""
+        numbered = [each for each in (*sent_steps, *prepared) if each.operation.numbered]
+        self._abandoned.extend(each.ticket for each in numbered)
         groups = {each.parts.block.group for each in numbered}
         others = [each for each in parts if each.block.group not in groups]
         if numbered and others:  # members of their groups may wait for this rank
             self.membership.mark_resumed()
-        if len(numbered) == len(sent):
+        if len(numbered) == len(sent_steps):
             self._exchange.give_back(values)
         self._exchange.give_back([slot for each in others for slot in each.taken_slots])
         for each in others:
@@ -367,7 +371,7 @@ class Steps(ClientClocks):
         ordered = sorted(parts, key=StepParts.order) if more else parts
         frames = [ordered]
         prepared: list[Prepared] = []
-        sent: list[Prepared] = []
+        sent_steps: list[Prepared] = []
         values: list[Slot] = []
         ticked = False
         leased = False
@@ -375,7 +379,7 @@ class Steps(ClientClocks):
         saved: tuple[Saved, ...] = ()
         exchange = self._exchange
         try:
-            exchange.unfinished = ""  # from here on `_break_off` says what was not sent
+            exchange.interrupted_in = ""  # from here on `_break_off` says what was not sent
             if self._groups_reported_pending:
                 self._take_reported_pending()
             if self.membership.any_pending:
@@ -391,11 +395,11 @@ class Steps(ClientClocks):
                 saved = self._saving.due(ordered)
             mark = self.next_mark() if leased and self.next_mark is not None else None
             for frame in frames:
-                if sent:
-                    self._join_after(sent, frame)
+                if sent_steps:
+                    self._join_after(sent_steps, frame)
                     frame = call_frames.in_round(self.membership, frame)
                 if ticked:
-                    exchange.unfinished = "a step"
+                    exchange.interrupted_in = "a step"
                 calls: list[tuple[list[Step], Operation]] = []
                 for each in frame:
                     own = (mark, saved) if each.block is last else (None, ())
@@ -408,13 +412,13 @@ class Steps(ClientClocks):
                 exchange.submit_together(
                     calls, partial(self._numbered, prepared) if tells else None
                 )
-                sent, prepared, values = [*sent, *prepared], [], []
+                sent_steps, prepared, values = [*sent_steps, *prepared], [], []
         except BaseException as error:
-            self._break_off(parts, sent, prepared, values, error)
+            self._break_off(parts, sent_steps, prepared, values, error)
             raise
         if not more:
-            return [sent[0].ticket]
-        by_group = {each.parts.block.group: each.ticket for each in sent}
+            return [sent_steps[0].ticket]
+        by_group = {each.parts.block.group: each.ticket for each in sent_steps}
         return [by_group[each.block.group] for each in parts]
 
     def ask(self, parts: Sequence[StepParts]) -> list[Ticket]:
@@ -432,15 +436,15 @@ class Steps(ClientClocks):
         try:
             for each in parts:
                 block, clock = each.block, self.clocks.get(each.block.group_name, 0)
-                requests, places, asked = self.values.requests(each, clock, values)
-                operation = Operation(asked)
+                requests, places, count = self.values.requests(each, clock, values)
+                operation = Operation(count)
                 operation.on_complete = partial(self._read_answered, operation)
                 tickets += [Ticket(self, each.what, block.group, places, operation)]
                 calls += [(requests, operation)]
             self._exchange.submit_together(calls)
         except BaseException:
             if calls and calls[0][1].numbered:
-                self._forgotten.extend(tickets)
+                self._abandoned.extend(tickets)
             else:
                 slots = [slot for each in parts for slot in each.taken_slots]
                 self._exchange.give_back([*values, *slots])
@@ -512,24 +516,30 @@ class Steps(ClientClocks):
             if skip:
                 continue
             if encoded and push.block.id in encoded:
-                found = encoded[push.block.id]
-                captured += [found.slot]
-                push_parts += [found.headers or say_pushed(push, found.slot, self._shards)[3]]
+                encoding = encoded[push.block.id]
+                captured += [encoding.slot]
+                push_parts += [encoding.headers or say_pushed(push, encoding.slot, self._shards)[3]]
                 continue
-            said = slot.pushed
-            if said is None or said[0] is not push.block or said[1:3] != (push.active, push.hyper):
-                said = say_pushed(push, slot, self._shards)
-            push_parts += [said[3]]
+            pushed = slot.pushed
+            if (
+                pushed is None
+                or pushed[0] is not push.block
+                or pushed[1:3] != (push.active, push.hyper)
+            ):
+                pushed = say_pushed(push, slot, self._shards)
+            push_parts += [pushed[3]]
         for rows in parts.row_pushes:
             captured += [rows.slot]
             if not skip:
                 push_parts += [rows.headers]
         places = self.values.take(parts, values) if parts.pull else []
-        for wanted, slot in places:
-            kept = slot.pulled
-            whole = kept is not None and kept[0] is wanted
+        for pulled_block, slot in places:
+            pulled = slot.pulled
+            whole = pulled is not None and pulled[0] is pulled_block
             pull_parts += [
-                kept[1] if kept is not None and whole else self.values.targets(wanted, slot)
+                pulled[1]
+                if pulled is not None and whole
+                else self.values.targets(pulled_block, slot)
             ]
         for read in parts.row_pulls:
             places += [(read.block, read.slot)]
@@ -558,9 +568,9 @@ class Steps(ClientClocks):
             requests += [Step(0, group, clock, tick, push_part, pull_part, base, *same)]
         operation = Operation(self._shards)
         ticket = Ticket(self, parts.what, group, places, operation)
-        sent = Prepared(parts, ticket, requests, operation, captured, clock, saved, encoded)
-        operation.on_complete = partial(self._answered, sent)
-        return sent
+        prepared = Prepared(parts, ticket, requests, operation, captured, clock, saved, encoded)
+        operation.on_complete = partial(self._answered, prepared)
+        return prepared
 
     def _encode(
         self, encoder: Encoder, parts: StepParts, values: list[Slot], flush: int
@@ -594,7 +604,7 @@ class Steps(ClientClocks):
             error.applied = "no"  # of the call
             raise
 
-    def _join_after(self, sent: Sequence[Prepared], parts: Sequence[StepParts]) -> None:
+    def _join_after(self, sent_steps: Sequence[Prepared], parts: Sequence[StepParts]) -> None:
         """Join the groups that follow the entry of a call, when that was sent.
 
         Raises:
@@ -605,7 +615,10 @@ class Steps(ClientClocks):
         except ParamServeError as error:
             first, second = (
                 ", ".join(repr(each.group_name) for each in blocks)
-                for blocks in ([each.parts.block for each in sent], [each.block for each in parts])
+                for blocks in (
+                    [each.parts.block for each in sent_steps],
+                    [each.block for each in parts],
+                )
             )
             error.failed += f"; the call's step of {first} was sent, that of {second} was not"
             error.applied = "unknown"
@@ -631,10 +644,10 @@ class Steps(ClientClocks):
                 self.waits.until(self._exchange.settle, "rest", None, limit_s)
                 self._suspend(block, limit_s)
         for _ in range(CHANGES_MAX):
-            found = planned()
-            if not found:
+            joinings = planned()
+            if not joinings:
                 return
-            for joining in found:
+            for joining in joinings:
                 self._join(joining, limit_s)
 
     def _join(self, joining: Joining, limit_s: float | None) -> None:
@@ -649,30 +662,32 @@ class Steps(ClientClocks):
         message = JoinGroup(0, block.group, others, clocks)
         requests = [message] * self._shards
         # Within a call: what became of its entry's step is told with the call's tickets.
-        replies = done(self.finish("join", requests, limit_s, (), begins=not joining.follows))
+        replies = answers_by_shard(
+            self.finish("join", requests, limit_s, (), begins=not joining.follows)
+        )
         late = self.membership.begins(block.group_name)
         self._join_at(block, max(reply.at for reply in replies), late)
         if ahead := max(reply.counts for reply in replies):
             self.membership.is_ahead(block.group_name, *ahead)
         self.membership.joined(joining)
 
-    def _answered(self, sent: Prepared) -> None:
+    def _answered(self, prepared: Prepared) -> None:
         """The answers to a step are there, in whichever thread has read them."""
-        if sent.captured:
-            self._exchange.let_go(sent.captured)
-        operation, clock = sent.operation, sent.clock
+        if prepared.captured:
+            self._exchange.let_go(prepared.captured)
+        operation, clock = prepared.operation, prepared.clock
         if self.encoder is not None:
-            self.encoder.answered([*sent.encoded.values()], operation)
+            self.encoder.answered([*prepared.encoded.values()], operation)
         says = False
         for shard in operation.replies:
             reply = operation.replies[shard]
             says = says or reply.at >= 0 or reply.retire or reply.news != ()
         if says:
             self._apply_reply_state(
-                operation, sent.parts.block.group_name, clock + sent.parts.options.tick
+                operation, prepared.parts.block.group_name, clock + prepared.parts.options.tick
             )
         if operation.error is not None:
-            self._unread[sent.ticket] = None
+            self._unread[prepared.ticket] = None
 
     def finish(
         self,
@@ -710,12 +725,12 @@ class Steps(ClientClocks):
             raise
         self.waits.until_complete(operation, what, None, limit_s)
         if operation.error is not None:
-            raise again(operation.error)
+            raise copy_error(operation.error)
         return operation
 
     def ask_all(self, what: str, request: ShardRequest, limit_s: float | None) -> list[Done]:
         """Send every shard the same request, which is not a step; their answers, in shard order."""
-        return done(self.finish(what, [request] * self._shards, limit_s, ()))
+        return answers_by_shard(self.finish(what, [request] * self._shards, limit_s, ()))
 
     def tell_saved(self) -> None:
         """Tell what the worker has saved after its last step."""
@@ -789,16 +804,16 @@ class Steps(ClientClocks):
             self.error_was_read(ticket)
             ticket.release()
             assert ticket.error is not None
-            raise again(ticket.error)
+            raise copy_error(ticket.error)
 
     def forget(self, ticket: Ticket) -> None:
         """No caller waits for this ticket any more: its slots go back once they are free."""
-        self._forgotten.append(ticket)
+        self._abandoned.append(ticket)
 
     def _let_go(self) -> None:
-        for _ in range(len(self._forgotten)):
-            ticket = self._forgotten.popleft()
+        for _ in range(len(self._abandoned)):
+            ticket = self._abandoned.popleft()
             if ticket.operation is not None and ticket.operation.complete:
                 ticket.release()
             else:
-                self._forgotten.append(ticket)
+                self._abandoned.append(ticket)

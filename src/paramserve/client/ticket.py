@@ -9,7 +9,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.awaiting import AwaitedSteps
-from paramserve.client.exchange import Slot, again
+from paramserve.client.exchange import Slot, copy_error
 from paramserve.client.waits import Waits
 from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
@@ -170,7 +170,7 @@ def finish(ticket: Ticket, timeout_s: float | None) -> None:
     if operation.error is not None:
         client.error_was_read(ticket)
         ticket.release()
-        raise again(operation.error)
+        raise copy_error(operation.error)
     if ticket.places:
         client.read_versions(ticket.group, operation)
 

@@ -99,11 +99,11 @@ class WatchedEncoder(Encoder):
             self.pushes[encoded] = number
         return encoded
 
-    def sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
+    def mark_sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
         for each in encoded:
             if each.change is not None:
                 self.open[each] = each.change.copy()
-        super().sent(encoded, flush)
+        super().mark_sent(encoded, flush)
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
         for each in encoded:

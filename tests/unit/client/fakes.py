@@ -60,7 +60,7 @@ class Memory:
         self.waiting: list[Waiting] = []
         self.no_room = False
         self.gone: Exception | None = None
-        self.unfinished = ""
+        self.interrupted_in = ""
         self._count = 0
 
     def take(self, nbytes: int) -> Slot:
@@ -104,7 +104,7 @@ class Memory:
         return None
 
     def check_whole(self) -> None:
-        assert not self.unfinished
+        assert not self.interrupted_in
 
     def submit(
         self,

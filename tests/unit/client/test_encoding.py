@@ -87,7 +87,7 @@ def push(
         codec.decode(data, decoded[low:high])
     for each in before:
         answer(encoder, each)
-    encoder.sent([encoded])
+    encoder.mark_sent([encoded])
     applied = tuple(drawn.random(SHARDS) >= lost)
     return Pushed(gradient.copy() * active, decoded, active, encoded, applied)
 
@@ -192,7 +192,7 @@ def test_flush_is_made_once_and_again_where_a_shard_has_not_applied_it() -> None
         whole = encoder.whole(BlockPush(block, drawn.normal(size=block.size).astype("f4")), [])
         assert whole is not None
         assert not encoder.leaves(block.group, {block.id: whole})
-        encoder.sent([whole], 3)
+        encoder.mark_sent([whole], 3)
         assert encoder.flush_of([(0, 5)], [block]) == 0
         pushed = Pushed(None, None, None, whole, (True, not dropped))
         answer(encoder, pushed)
@@ -289,11 +289,11 @@ def test_whole_gradient_takes_along_what_was_left_out_and_then_there_is_nothing(
 
     first = encoder.whole(BlockPush(block, some, (0,)), [])
     assert first is not None
-    encoder.sent([first])
+    encoder.mark_sent([first])
     second = encoder.whole(BlockPush(block, given), [])
     assert second is not None
     answer(encoder, applied(first))  # while the second one is about to be sent
-    encoder.sent([second])
+    encoder.mark_sent([second])
     answer(encoder, applied(second))
     both = first.slot.array(block) + second.slot.array(block)
     wanted = given + left

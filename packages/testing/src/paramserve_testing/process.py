@@ -215,7 +215,7 @@ class ClientProcess(ABC):
         self.go_on()
         while self.alive:
             self._do_due()
-            lost = self.exchange.lost
+            lost = self.exchange.failure
             if isinstance(lost, ServerGone):  # here no server ever ends
                 raise lost
             if lost is not None:
@@ -227,12 +227,12 @@ class ClientProcess(ABC):
 
     def _has_something_to_do(self) -> bool:
         answered = any(operation.complete for operation in self._awaited)
-        return bool(self._due) or answered or self.exchange.lost is not None
+        return bool(self._due) or answered or self.exchange.failure is not None
 
     def take_answers(self) -> None:
         """Do what waits for operations that are complete by now."""
         for operation in [each for each in self._awaited if each.complete]:
-            if self.alive and self.exchange.lost is None:  # else it is fenced
+            if self.alive and self.exchange.failure is None:  # else it is fenced
                 self._awaited.pop(operation)()
 
     def _do_due(self) -> None:
