@@ -182,7 +182,7 @@ def test_checkpoint_does_without_the_flush_of_a_worker_that_stands_still_and_say
     told = (
         "codecs had left out of the gradients of ranks 0, 1, 2 since their last flush before clock"
     )
-    assert [told in each.getMessage() for each in caplog.records] == [True]
+    assert sum(told in each.getMessage() for each in caplog.records) == 1
     assert not left(again, define(again, Int4())).any()
 
 
