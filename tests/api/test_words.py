@@ -44,7 +44,7 @@ BUDGET: dict[str, int] = {
     "launch": 3,
     "messages": 16,
     "observe": 2,
-    "pytorch": 183,
+    "pytorch": 177,
     "training": 1,
     "worker": 3,
 }

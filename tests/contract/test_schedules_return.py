@@ -293,7 +293,7 @@ def test_schedule_that_wants_a_metric_goes_on_after_a_restart(make_cluster: Make
 def test_schedule_that_wants_a_metric_takes_the_state_of_the_last_step(
     make_cluster: MakeCluster,
 ) -> None:
-    """The call behind it is the function's to make: nobody else has its metric."""
+    """The call behind it is the function's to make: only it has the metric."""
     counts: list[tuple[int, int]] = []
 
     def train(worker: ps.Worker) -> None:

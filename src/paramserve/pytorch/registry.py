@@ -74,8 +74,8 @@ class Registry:
         """The one of this worker."""
         if worker.registry is None:
             worker.registry = Registry(begins=worker.incarnation > 1)
-        found: Registry = worker.registry
-        return found
+        registry: Registry = worker.registry
+        return registry
 
     @contextmanager
     def adopting(self) -> Iterator[None]:

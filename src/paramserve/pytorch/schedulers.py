@@ -46,7 +46,7 @@ class NamedScheduler:
 
     Attributes:
         key: what it is called.
-        first: its position when it was named, or when it was last brought to where the group is.
+        first: its position when it was named, or when it last caught up with the group.
         since: own steps that were made by then.
         rate: as an older incarnation knew it; holds for `_SEVERAL` steps.
     """
@@ -157,7 +157,7 @@ def replay(pairs: Pairs) -> bool:
     ):
         return False
     for named, progress in pairs:
-        # One that wants a metric and is further stays: nobody else has its last metrics.
+        # One that wants a metric and is further stays: only the function has its last metrics.
         if not (named.asks and named.position > progress.position):
             named.load(progress)
     return True
@@ -168,8 +168,8 @@ def position_of(scheduler: LRScheduler) -> float:
     while "last_epoch" not in vars(scheduler) and parts:
         scheduler = parts[0]
         parts = vars(scheduler).get("_schedulers")
-    found: float = vars(scheduler).get("last_epoch", 0)
-    return found
+    position: float = vars(scheduler).get("last_epoch", 0)
+    return position
 
 
 def options_of(scheduler: LRScheduler) -> int:
@@ -179,12 +179,12 @@ def options_of(scheduler: LRScheduler) -> int:
         return zlib.crc32(repr([options_of(each) for each in parts]).encode())
     if type(scheduler).__module__ != LRScheduler.__module__:
         return 0
-    told = {
+    options = {
         name: sorted(value.items()) if isinstance(value, dict) else value
         for name, value in vars(scheduler).items()
         if name not in _OF_STEPS and not name.startswith("_") and _is_plain(value)
     }
-    return zlib.crc32(repr(sorted(told.items())).encode())
+    return zlib.crc32(repr(sorted(options.items())).encode())
 
 
 def _is_plain(value: object) -> bool:
@@ -195,9 +195,9 @@ def _is_plain(value: object) -> bool:
 
 def advance(goals: Sequence[tuple[LRScheduler, float]]) -> None:
     """Step schedulers, in turns, until each is at its position."""
-    left = list(goals)
-    while left := [(each, goal) for each, goal in left if position_of(each) < goal]:
-        for each, _ in left:
+    behind = list(goals)
+    while behind := [(each, goal) for each, goal in behind if position_of(each) < goal]:
+        for each, _ in behind:
             before = position_of(each)
             each.step()
             if position_of(each) <= before:

@@ -128,8 +128,8 @@ class Served(Adopted[ServedBlock]):
         note = {}
         if self._parts or self.schedules.is_saved:
             self.schedules.before_step(groups)
-        if self._parts and (told := self.schedules.note()):
-            note["note"] = told
+        if self._parts and (packed := self.schedules.note()):
+            note["note"] = packed
         weight = self._weight()
         if found_inf is not None and bool(found_inf):
             self._send((), self.tables.nothing(), weight=weight, skip=True, **note)
