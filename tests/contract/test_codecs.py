@@ -538,7 +538,7 @@ def test_matrices_are_whole_on_one_server_and_sent_as_thin_ones(
     """On the same host with a codec that encodes there, too: parts of arenas begin with tensors."""
     cluster = make_cluster(kind, servers=3, workers=1, policy=policy)
     client = cluster.client(rank=0)
-    shapes = {"a": (120, 71), "b": (3,), "c": (0, 5), "d": (101, 83), "e": (2, 40, 50), "f": (1,)}
+    shapes = {"a": (300, 71), "b": (3,), "c": (0, 5), "d": (260, 83), "e": (2, 60, 100), "f": (1,)}
     start = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     codec = PowerSGD(2, even_local=kind != "tcp")
     block = client.define(start, rule=Add(), push=codec)
@@ -552,7 +552,7 @@ def test_matrices_are_whole_on_one_server_and_sent_as_thin_ones(
     left = residual(client, block)
     found = np.concatenate([each.reshape(-1) for each in client.pull(list(shapes)).values()])
     np.testing.assert_allclose(found, sum_of(given) - left, atol=1e-4)
-    thin = 4 * (2 * (120 + 71) + 3 + 2 * (101 + 83) + 4000 + 1)  # "e" would not become smaller
+    thin = 4 * (2 * (300 + 71) + 3 + 2 * (260 + 83) + 12000 + 1)  # "e" would not become smaller
     assert client.steps.encoder is not None
     assert client.steps.encoder.sent_bytes == 5 * thin
     assert (left[block.starts[1] : block.starts[2]] == 0).all()

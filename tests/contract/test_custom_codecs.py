@@ -193,7 +193,7 @@ def test_own_codec_encodes_with_feedback(make_cluster: MakeCluster, policy: Any)
 def test_own_codec_of_whole_tensors_is_told_their_shapes(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("tcp", servers=2, workers=1, registers=ALL)
     client = cluster.client(rank=0)
-    start = {name: np.zeros((100 + at, 100), np.float32) for at, name in enumerate("abc")}
+    start = {name: np.zeros((130 + at, 130), np.float32) for at, name in enumerate("abc")}
     codec = Means(feedback=False)
     block = client.define(start, rule=Add(), push=codec)
     assert block.spec.cuts[1] in block.starts[1:3]

@@ -207,12 +207,12 @@ def test_checkpoint_without_feedback_waits_for_no_step_and_nobody_is_told(
 def _steps(worker: Worker) -> int:
     client, names = worker.client, {"w": TopK(0.01, even_local=True), "v": Int4(even_local=True)}
     for name, codec in names.items():
-        zeros = np.zeros(20_000, np.float32)
+        zeros = np.zeros(40_000, np.float32)
         client.define(name, zeros, rule=SGD(0.1), group="model", push=codec)
     for step in range(worker.clock, LONG):
         time.sleep(0.02)
         drawn, values = np.random.default_rng((step, worker.rank)), client.pull(list(names))
-        noise = drawn.normal(size=20_000).astype(np.float32)
+        noise = drawn.normal(size=40_000).astype(np.float32)
         client.push_pull({name: noise + values[name] for name in names}, tick=True)
     return worker.clock
 

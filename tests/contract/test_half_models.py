@@ -32,8 +32,8 @@ from paramserve.pytorch import Embedding
 from paramserve.rules import SGD, Adam, Add
 from paramserve.rules.custom import CustomRule
 
-SIZE = 40_000
-"""Elements, which two shards share: 80 KB in 16 bits."""
+SIZE = 80_000
+"""Elements, which two shards share: 160 KB in 16 bits."""
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CODECS = {"bfloat16": BFloat16(), "float16": Float16()}
 FLOAT = np.dtype(np.float32)

@@ -31,7 +31,7 @@ class Tensor:
 
     def __init__(self, client: Client, policy: Policy) -> None:
         self.client = client
-        client.define("w", np.zeros(20_000, np.float32), rule=SGD(RATE))
+        client.define("w", np.zeros(40_000, np.float32), rule=SGD(RATE))
 
     def step(self, gradient: float, weight: float = 1.0, clip_norm: float = 0.0) -> Outcome:
         block = self.client.blocks()[0]

@@ -35,7 +35,7 @@ def die(how: str) -> None:
 def regress(worker: ps.Worker, how: str = "", at: int = 7, times: int = 1) -> tuple[int, int]:
     """Pull values towards random goals; rank 1 dies at clock `at` in its first incarnations."""
     client = worker.client
-    client.define("w", np.zeros(20_000, np.float32), rule=ps.SGD(lr=0.1, momentum=0.9))
+    client.define("w", np.zeros(40_000, np.float32), rule=ps.SGD(lr=0.1, momentum=0.9))
     flat = client.pull("w")
     while worker.clock < STEPS:
         if how and worker.rank == 1 and worker.incarnation <= times and worker.clock == at:

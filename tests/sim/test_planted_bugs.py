@@ -12,7 +12,7 @@ from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve_testing import Faults, Scenario, SimulatedCluster, Violation
 
-SEEDS = 60
+SEEDS = 90
 """Of the 184 planted bugs of `tests/sim` half show at the first seed, three in four within 2 seeds,
 nine in ten within 9 and 19 in 20 within 18: a quick `test_seeds` has 16 of each policy, 256."""
 SEEDS_WITH_RESTARTS = 120

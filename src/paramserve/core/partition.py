@@ -1,5 +1,7 @@
 """Which shard holds which elements: by bytes, in equal parts, decided once per block.
 
+A part has `PIECE_BYTES_MIN` or more, so a block below twice that stays whole on one shard.
+
 The tensors of a block are laid end to end; shard k holds one contiguous range of that. Most rules
 are element-wise, so a range may begin in the middle of a tensor; for the others it begins with one.
 """
@@ -23,8 +25,9 @@ from paramserve.core.table.encoded import RowCodecs, row_codecs
 from paramserve.core.user_codecs import codec_of
 from paramserve.messages import ALIGN, BlockSpec, Piece, TableSpec
 
-SPLIT_BYTES_MIN = 64 << 10
-"""A block below this stays whole on one shard: a second message would cost more than it spares."""
+PIECE_BYTES_MIN = 64 << 10
+"""Smallest part of a block on a shard: one more message would cost more than a smaller part spares.
+"""
 
 DTYPES = ("float32", "float64")
 """What rules update."""
@@ -78,15 +81,19 @@ def cut(
         `len(loads) + 1` element offsets, not falling; without `at`, inner ones on multiples of
         `ALIGN` bytes.
     """
-    shards = len(loads)
-    if shards == 1 or size * itemsize < SPLIT_BYTES_MIN:
-        owner = min(range(shards), key=lambda shard: (loads[shard], shard))
-        return tuple(0 if shard <= owner else size for shard in range(shards + 1))
-    if at is not None:
-        return (0, *(_nearest(at, k * size / shards) for k in range(1, shards)), size)
+    owners = max(1, min(len(loads), size * itemsize // PIECE_BYTES_MIN))
+    lightest = sorted(range(len(loads)), key=loads.__getitem__)[:owners]
     step = max(1, ALIGN // itemsize)
-    inner = [min(size, round(k * size / shards / step) * step) for k in range(1, shards)]
-    return (0, *inner, size)
+    cuts = [0]
+    for shard in range(len(loads)):
+        part = sum(owner <= shard for owner in lightest)
+        if part == owners:
+            cuts.append(size)
+        elif at is not None:
+            cuts.append(_nearest(at, part * size / owners))
+        else:
+            cuts.append(min(size, round(part * size / owners / step) * step))
+    return tuple(cuts)
 
 
 def _nearest(offsets: Sequence[int], ideal: float) -> int:

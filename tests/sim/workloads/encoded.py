@@ -34,11 +34,11 @@ from paramserve.codecs.sparse import TopK
 from paramserve.compiling import load_codecs
 from paramserve.core.block import ShardBlock
 from paramserve.core.client_session import Operation
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block
+from paramserve.core.partition import Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Done, Piece, PlaceBlock
 from paramserve.rules.compiled import compiled
-from paramserve_testing.counting import Counting
+from paramserve_testing.counting import SPLIT_BYTES, Counting
 from paramserve_testing.history import Call, Part
 from paramserve_testing.workload import GroupStep, Parameters, Pushed, Setting, Workload
 
@@ -140,7 +140,7 @@ class EncodedTensors(Parameters):
     """
 
     def __init__(self, seed: int) -> None:
-        elements = SPLIT_BYTES_MIN // 4
+        elements = SPLIT_BYTES // 4
         self.blocks = {
             "small": (Piece("small.a", (5, 7)), Piece("small.b", (40,))),
             "split": (Piece("split.a", (3, 100)), Piece("split.b", (elements,))),

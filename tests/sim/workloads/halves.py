@@ -17,9 +17,9 @@ from msgspec import structs
 from tests.sim.workloads.beside import Beside
 
 from paramserve.compiling import load_kernels
-from paramserve.core.partition import HALVES, SPLIT_BYTES_MIN, Block
+from paramserve.core.partition import HALVES, Block
 from paramserve.messages import Piece, PlaceBlock
-from paramserve_testing.counting import Counting
+from paramserve_testing.counting import SPLIT_BYTES, Counting
 from paramserve_testing.history import Part, Row
 from paramserve_testing.workload import Pushed, Setting, Workload
 
@@ -59,7 +59,7 @@ class Halves(Beside):
     """
 
     def __init__(self) -> None:
-        elements = SPLIT_BYTES_MIN // 4
+        elements = SPLIT_BYTES // 4
         blocks = {
             "bfloat16": (Piece("bfloat16.a", (5, 7)), Piece("bfloat16.b", (elements,))),
             "float16": (Piece("float16", (elements,)),),

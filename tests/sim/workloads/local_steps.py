@@ -16,12 +16,12 @@ from tests.sim.workloads.beside import Beside
 from tests.sim.workloads.own_steps import OwnSteps
 
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block
+from paramserve.core.partition import Block
 from paramserve.messages import Piece
 from paramserve.rules import Rule
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
-from paramserve_testing.counting import Counting, counting_rule, wide_shape
+from paramserve_testing.counting import SPLIT_BYTES, Counting, counting_rule, wide_shape
 from paramserve_testing.history import Call, History, Part, Row, Update
 from paramserve_testing.wording import call_name
 from paramserve_testing.workload import Pushed, Setting, Workload
@@ -54,7 +54,7 @@ class Outer(Beside):
     """A tensor with the policy's outer rule beside the counting one of each fragment."""
 
     def __init__(self, rule: Rule, fragments: int) -> None:
-        elements = SPLIT_BYTES_MIN // 4
+        elements = SPLIT_BYTES // 4
         blocks = {f"outer{n}": (Piece(f"outer{n}", (elements,)),) for n in range(fragments)}
         super().__init__(blocks, {f"outer{n}": f"part{n}" for n in range(fragments)})
         self.rule = rule

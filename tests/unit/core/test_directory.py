@@ -21,7 +21,7 @@ from paramserve.consistency.built_in import (
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.core import directory as module
 from paramserve.core.directory import Directory
-from paramserve.core.partition import SPLIT_BYTES_MIN
+from paramserve.core.partition import PIECE_BYTES_MIN
 from paramserve.errors import DefineMismatch, ParamServeError
 from paramserve.messages import Link, Piece, PlaceBlock, TableSpec
 
@@ -158,10 +158,10 @@ def test_same_name_in_two_groups_is_two_blocks() -> None:
     assert (first[0].block, first[0].group, second[0].block, second[0].group) == (0, 0, 1, 1)
 
 
-def test_small_blocks_go_where_least_lies_and_large_ones_everywhere() -> None:
+def test_small_blocks_go_to_the_lightest_shard_and_large_ones_to_all() -> None:
     directory = Directory(2)
     cuts = []
-    for name, size in (("a", 10), ("b", 4), ("c", 4), ("d", SPLIT_BYTES_MIN)):
+    for name, size in (("a", 10), ("b", 4), ("c", 4), ("d", PIECE_BYTES_MIN // 2)):
         placed = directory.place(place(pieces=(Piece(name, (size,)),)), client=1)
         assert placed is not None
         cuts.append(placed[0].cuts)
@@ -169,7 +169,7 @@ def test_small_blocks_go_where_least_lies_and_large_ones_everywhere() -> None:
         (0, 10, 10),
         (0, 0, 4),
         (0, 0, 4),
-        (0, SPLIT_BYTES_MIN // 2, SPLIT_BYTES_MIN),
+        (0, PIECE_BYTES_MIN // 4, PIECE_BYTES_MIN // 2),
     ]
 
 
@@ -228,7 +228,7 @@ def test_find_by_names_needs_all_of_them() -> None:
 
 def test_refused_define_frees_its_names_for_anything_else() -> None:
     directory = Directory(2)
-    large = (SPLIT_BYTES_MIN,)
+    large = (PIECE_BYTES_MIN,)
     directory.place(place(large), client=1)
     directory.defined(0, -1)
     assert directory.find(None) == ()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.core.rig import block_spec
 
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block, borders, cut, size_of
+from paramserve.core.partition import PIECE_BYTES_MIN, Block, borders, cut, size_of
 from paramserve.messages import ALIGN, Piece
 
 LOADS = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=9)
@@ -23,15 +23,18 @@ def test_cut_covers_every_element_once_in_order(size: int, itemsize: int, loads:
 
 
 @given(st.integers(0, 1 << 22), st.sampled_from([4, 8]), LOADS)
-def test_cut_splits_large_blocks_evenly_and_small_ones_not(
+def test_cut_gives_equal_parts_of_64_kb_or_more_to_the_lightest_shards(
     size: int, itemsize: int, loads: list[int]
 ) -> None:
     parts = [high - low for low, high in pairwise(cut(size, itemsize, loads))]
-    if size * itemsize >= SPLIT_BYTES_MIN:
-        assert max(parts) - min(parts) <= 2 * ALIGN // itemsize
-    else:
-        owner = loads.index(min(loads))
-        assert parts == [size if shard == owner else 0 for shard in range(len(loads))]
+    owners = [shard for shard, part in enumerate(parts) if part]
+    assert len(owners) == min(len(loads), max(size > 0, size * itemsize // (64 << 10)))
+    others = set(range(len(loads))) - set(owners)
+    assert all(loads[owner] <= loads[other] for owner in owners for other in others)
+    if len(owners) > 1:
+        held = [parts[owner] * itemsize for owner in owners]
+        assert max(held) - min(held) <= 2 * ALIGN
+        assert min(held) > (64 << 10) - 2 * ALIGN
 
 
 @given(st.integers(8192, 9000), st.integers(1000, 3000))
@@ -66,5 +69,5 @@ def test_cut_of_whole_tensors_is_at_their_borders(sizes: list[int], loads: list[
     assert set(cuts) <= set(borders(pieces))
     even = sum(sizes) / len(loads)
     assert max(high - low for low, high in pairwise(cuts)) <= max(
-        SPLIT_BYTES_MIN / 4, even + max(sizes)
+        2 * PIECE_BYTES_MIN / 4, even + max(sizes)
     )

@@ -21,7 +21,7 @@ from paramserve.client.ticket import Outcome
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.block import ShardBlock
-from paramserve.core.partition import SPLIT_BYTES_MIN, Block
+from paramserve.core.partition import PIECE_BYTES_MIN, Block
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import Piece
 from paramserve.rules import Add, Hyper, PushInfo, Rule, Run
@@ -39,6 +39,10 @@ Array = npt.NDArray[Any]
 
 PUSHES_MAX = 52
 """Of one writer: sums of their powers of two are exact in float64."""
+SERVERS_MAX = 3
+"""In clusters whose wide tensors are split over all shards."""
+SPLIT_BYTES = SERVERS_MAX * PIECE_BYTES_MIN
+"""Bytes of a tensor that each of `SERVERS_MAX` shards holds a part of."""
 ADD = Add()
 
 
@@ -235,7 +239,7 @@ class Counting(Parameters):
 def wide_shape(writers: int, dtype: np.dtype[Any] = Counting.dtype) -> tuple[int, int]:
     """The shape of a tensor of whole tiles that is split over all shards."""
     tile = 2 * writers
-    return -(-SPLIT_BYTES_MIN // (tile * dtype.itemsize)), tile
+    return -(-SPLIT_BYTES // (tile * dtype.itemsize)), tile
 
 
 def counting(setting: Setting) -> Workload:
