@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from tests.contract.authorities import trusted_tls
-from tests.contract.inprocess import InProcessLink, InProcessListener
 
 from paramserve.config import Credentials, Limits
 from paramserve.errors import (
@@ -33,9 +33,7 @@ from paramserve.transport.listener import Listener, listen_tcp, listen_unix
 TOKEN = secrets.token_bytes(32)
 WAIT_S = 10.0
 ARENA_BYTES = 1 << 16
-AnyLink = Link | InProcessLink
 STREAMS = ("unix", "tcp", "tls")
-ALL = ("inprocess", *STREAMS)
 
 
 class Echo:
@@ -107,15 +105,11 @@ class Host:
         self.handler = Echo()
         self.limits = limits
         self.path = str(directory / "s.sock")
-        self.shares_memory = kind in ("inprocess", "unix")
-        self.listener: Listener | InProcessListener
-        if kind == "inprocess":
-            self.listener = InProcessListener(self.handler, limits)
-        else:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-            self._thread.start()
-            self.listener = self.on_loop(self._listen)
+        self.shares_memory = kind == "unix"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.listener: Listener = self.on_loop(self._listen)
         self.address = self.listener.address
 
     async def _listen(self) -> Listener:
@@ -127,12 +121,11 @@ class Host:
         assert listener.address == f"tcp:{place}"
         return listener
 
-    def on_loop(self, start: Callable[[], object]) -> object:
+    def on_loop(self, start: Callable[[], Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(start(), self._loop).result(WAIT_S)
 
     @property
     def refused(self) -> int:
-        assert isinstance(self.listener, Listener)
         return self.listener.refused
 
     def connect(
@@ -141,11 +134,9 @@ class Host:
         *,
         arenas: list[Arena] | None = None,
         limits: Limits | None = None,
-    ) -> AnyLink:
+    ) -> Link:
         hello = hello if hello is not None else Hello("client", client=1)
         arenas = arenas if arenas is not None else []
-        if isinstance(self.listener, InProcessListener):
-            return InProcessLink.connect(self.listener, hello, arenas=arenas)
         limits = limits if limits is not None else Limits()
         return Link.connect(
             [self.address],
@@ -181,10 +172,6 @@ class Host:
         return sock
 
     def close(self) -> None:
-        if isinstance(self.listener, InProcessListener):
-            self.listener.close()
-            return
-
         async def stop() -> None:
             self.listener.close()
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -236,13 +223,13 @@ def read_frame(sock: socket.socket) -> bytes:
     return read_exactly(sock, int.from_bytes(read_exactly(sock, 20)[8:12], "little"))
 
 
-def receive(link: AnyLink) -> bytes:
+def receive(link: Link) -> bytes:
     header = link.receive(WAIT_S)
     assert header is not None
     return header
 
 
-def ping(link: AnyLink, header: bytes = b"ping") -> None:
+def ping(link: Link, header: bytes = b"ping") -> None:
     link.send(header)
     assert receive(link) == header
 
@@ -261,7 +248,7 @@ def assert_cut_off(sock: socket.socket) -> None:
     sock.close()
 
 
-def assert_ends(link: AnyLink) -> list[bytes]:
+def assert_ends(link: Link) -> list[bytes]:
     """Read until the connection ends; what came before that."""
     headers = []
     with pytest.raises(ConnectionError):  # noqa: PT012 - reads until it raises

@@ -1,7 +1,7 @@
 """The real coordinator and servers in threads of the test's process, for the client's tests.
 
 Nothing is faked: sockets, arenas, handshakes and event loops are those of a run; only the processes
-are missing. Over "inprocess" a client's thread enters the server itself, one call at a time.
+are missing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.contract.inprocess import InProcessLink
-from tests.contract.inprocess_role import InProcessRole, TakesTurns
 
 from paramserve.checkpoint.committing import Committer
 from paramserve.checkpoint.folder import answer_probe
@@ -42,7 +40,6 @@ from paramserve.consistency.registry import Registered, registered
 from paramserve.consistency.registry import spec as policy_spec
 from paramserve.coordinator import CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
-from paramserve.errors import ConnectTimeout
 from paramserve.messages import (
     AskCheckpoint,
     Checkpointed,
@@ -62,7 +59,7 @@ from paramserve.transport.dial import dial
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Listener, listen, listen_unix
 
-KINDS = ("unix", "tcp", "inprocess")
+KINDS = ("unix", "tcp")
 WAIT_S = 10.0
 DEADLINES = Deadlines(
     request_s=10.0, start_s=10.0, reconnect_s=0.2, resend_s=0.02, heartbeat_s=0.05, stall_s=10.0
@@ -206,10 +203,6 @@ class RoleCluster:
         control = self._control("register")
 
         async def start() -> tuple[ServerRole, list[Any]]:
-            if self.kind == "inprocess":
-                role = InProcessRole(config, self.credentials, control, self._registered)
-                path = os.path.join(self.directory, f"s{shard}.sock")
-                return role, [await listen_unix(path, TakesTurns(role), self.limits), role.entrance]
             role = process_role(config, self.credentials, control, self._registered)
             bind = config.tcp_bind
             place = (self.directory, f"s{shard}", bind, self.credentials)
@@ -268,13 +261,6 @@ class RoleCluster:
         limits: Limits,
     ) -> Any:
         self.connects += 1
-        if self.kind == "inprocess":
-            (address,) = addresses
-            shard = int(address.removesuffix(".sock").rpartition("s")[2])
-            entrance = self.servers[shard].role.entrance
-            if self.servers[shard].stopped:
-                raise ConnectTimeout("the server has stopped", fix="none")
-            return InProcessLink.connect(entrance, hello, arenas=arenas)
         return Link.connect(
             [each for each in addresses if each.startswith(self.ways)],
             hello,

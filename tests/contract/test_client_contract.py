@@ -18,7 +18,7 @@ from paramserve.rules import SGD, Add
 
 LARGE = 40_000
 """float64 elements that are split over the shards."""
-LAYOUTS = [("unix", 1), ("unix", 2), ("tcp", 2), ("inprocess", 2)]
+LAYOUTS = [("unix", 1), ("unix", 2), ("tcp", 2)]
 """Each transport, and one shard once: what a single shard saves is the same over all of them."""
 
 

@@ -127,9 +127,8 @@ def test_bytes_on_the_socket_are_those_of_the_codec(make_cluster: MakeCluster) -
     assert sent == {True: 4 * SIZE, False: -(-Int8().size(SIZE) // 64) * 64}
 
 
-@each_case("kind", ["unix", "inprocess"])
-def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=1)
+def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(servers=2, workers=1)
     client = cluster.client(rank=0)
     plain = client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=Int4(), pull=BFloat16())
     even = client.define(

@@ -197,9 +197,8 @@ def test_values_of_a_version_are_encoded_once(
     assert held(cluster, blocks[0], 0).as_read() is held(cluster, blocks[0], 0).as_read()
 
 
-@each_case("kind", ["unix", "inprocess"])
-def test_same_host_has_whole_values_unless_told(make_cluster: MakeCluster, kind: str) -> None:
-    cluster = make_cluster(kind, servers=2, workers=1)
+def test_same_host_has_whole_values_unless_told(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(servers=2, workers=1)
     client = cluster.client(rank=0)
     plain = define(client)
     even = client.define("v", normal(0), rule=Add(), pull=Delta(Int4(), even_local=True))

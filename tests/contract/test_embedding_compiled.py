@@ -25,7 +25,7 @@ load_table(Add(), row_layout(Add(), DIM, "float32"))
 @pytest.fixture
 def table() -> Iterator[Table]:
     with clusters() as make:
-        client = make("inprocess", servers=1, workers=1).client(0)
+        client = make(workers=1).client(0)
         yield client.table("users", dim=DIM, rule=Add(), init=Constant(0.5))
 
 

@@ -50,7 +50,7 @@ class Compiler:
         self.done += 1
 
 
-@each_case("kind", ["unix", "tcp", "inprocess"])
+@each_case("kind", ["unix", "tcp"])
 def test_requests_wait_in_order_while_kernels_are_compiled(
     make_cluster: MakeCluster, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_lost_buffer_is_logged_though_no_step_comes_that_is_refused(
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    cluster = make_cluster("inprocess", policy=Buffered(9, damping=None), workers=1)
+    cluster = make_cluster(policy=Buffered(9, damping=None), workers=1)
     client = cluster.client(0)
     client.define("w", np.zeros(3), rule=Add())
     monkeypatch.setattr(GradientBuffer, "apply", fail)

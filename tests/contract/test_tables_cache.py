@@ -169,7 +169,7 @@ def test_cache_is_each_clients_own_and_goes_when_it_is_told(cluster: RoleCluster
 
 @each_case("bad", [{"rows": -1}, {"rows": 1.5}, {"rows": True}, {"clocks": -1}, {"clocks": None}])
 def test_cache_of_wrong_size_is_refused(make_cluster: MakeCluster, bad: dict[str, Any]) -> None:
-    table = users(make_cluster("inprocess").client())
+    table = users(make_cluster().client())
     with pytest.raises(ValueError, match=f"{next(iter(bad))} of the cache of table 'users'"):
         table.cache_rows(**bad)
 

@@ -438,9 +438,8 @@ def test_table_without_codecs_loads_none(
     np.testing.assert_array_equal(table.pull(KEYS), normal(8, KEYS.size))
 
 
-@each_case("kind", ["unix", "inprocess"])
-def test_same_host_encodes_nothing_unless_told(make_cluster: MakeCluster, kind: str) -> None:
-    client = make_cluster(kind, servers=2).client()
+def test_same_host_encodes_nothing_unless_told(make_cluster: MakeCluster) -> None:
+    client = make_cluster(servers=2).client()
     gradients = normal(9, KEYS.size)
     plain = users(client, push=Int4(), pull=BFloat16())
     plain.push(KEYS, gradients).result()

@@ -70,7 +70,7 @@ def test_keys_with_one_hash_are_spread_by_servers_and_clients(
         monkeypatch.setattr(module, name, watched)
 
     monkeypatch.setattr(Index, "__init__", recorded)
-    client = make_cluster("inprocess", servers=2, workers=1).client(0)
+    client = make_cluster(servers=2, workers=1).client(0)
     keys = colliding(KEYS)
     table = client.table("users", dim=1, rule=Add(), admit=MinCount(2)).cache_rows(KEYS)
     watch(index_kernels(), "distinct", 2, 0)

@@ -131,7 +131,7 @@ class TableMachine(RuleBasedStateMachine):
         self.tables: list[Table] = []
 
     @initialize(
-        kind=st.sampled_from(["inprocess", "unix"]),
+        kind=st.sampled_from(["tcp", "unix"]),
         servers=st.integers(1, 3),
         init=st.sampled_from(INITS),
         seed=st.sampled_from([0, 1, 2**63 - 1]),

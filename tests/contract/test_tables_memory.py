@@ -44,7 +44,7 @@ def test_pulled_rows_stand_while_others_are_pulled_and_changed(cluster: RoleClus
 
 
 def test_pulled_rows_outlive_the_client_and_the_cluster(make_cluster: MakeCluster) -> None:
-    for kind in ("unix", "tcp", "inprocess"):
+    for kind in ("unix", "tcp"):
         cluster = make_cluster(kind, servers=2)
         client = cluster.client()
         table = users(client)

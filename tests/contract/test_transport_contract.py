@@ -1,4 +1,4 @@
-"""One suite over all transports: in-process, AF_UNIX with arenas, TCP with token, TLS."""
+"""One suite over all transports: AF_UNIX with arenas, TCP with token, TLS."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 from tests.contract.echo_host import (
-    ALL,
     ARENA_BYTES,
     STREAMS,
     WAIT_S,
-    AnyLink,
     Host,
     MakeHost,
     assert_ends,
@@ -39,7 +37,7 @@ from paramserve.transport.arena import Arena
 from paramserve.transport.link import Link
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=STREAMS)
 def host(request: pytest.FixtureRequest, make_host: MakeHost) -> Host:
     return make_host(request.param)
 
@@ -212,15 +210,14 @@ def test_several_clients_do_not_disturb_each_other(host: Host) -> None:
 
 def test_header_over_the_limit_is_not_sent(make_host: MakeHost, host: Host) -> None:
     limits = Limits(header_bytes_max=1000)
-    small = make_host("inprocess", limits) if host.kind == "inprocess" else host
-    link = small.connect(limits=limits)
+    link = host.connect(limits=limits)
     with pytest.raises(ProtocolError, match="1001 bytes was not sent, the limit is 1000"):
         link.send(bytes(1001))
     ping(link, bytes(1000))
     link.close()
 
 
-@each_case("kind", ALL)
+@each_case("kind", STREAMS)
 def test_payload_over_the_limit_is_cut_off_with_a_reason(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(payload_bytes_max=1024))
     link, other = host.connect(), host.connect(Hello("client", client=2))
@@ -255,7 +252,7 @@ def test_connection_closed_by_the_handler_ends_the_link(host: Host) -> None:
     host.handler.wait(lambda: host.handler.closed_by == [1])
 
 
-@each_case("kind", ALL)
+@each_case("kind", STREAMS)
 def test_reader_that_leaves_more_than_it_can_have_asked_for_is_cut_off_and_others_are_served(
     make_host: MakeHost, kind: str
 ) -> None:
@@ -269,7 +266,7 @@ def test_reader_that_leaves_more_than_it_can_have_asked_for_is_cut_off_and_other
     other.close()
 
 
-@each_case("kind", ALL)
+@each_case("kind", STREAMS)
 def test_reply_over_the_send_buffer_reaches_a_peer_that_reads(
     make_host: MakeHost, kind: str
 ) -> None:
@@ -360,7 +357,7 @@ def test_forked_child_is_told_to_connect_anew_and_the_parent_goes_on(host: Host)
     link.close()
 
 
-def child_is_kept_out(link: AnyLink, descriptor: int) -> int:
+def child_is_kept_out(link: Link, descriptor: int) -> int:
     for status, use in ((2, lambda: link.send(b"x")), (3, lambda: link.receive(0))):
         try:
             use()
