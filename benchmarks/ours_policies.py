@@ -167,7 +167,7 @@ def crowd(load: Policies, scratch: Path) -> dict[str, float]:
             args=(load, folder),
             workers=count,
             consistency=ps.Async(),
-            deadlines=ps.Deadlines(start_s=START_S),
+            engine=ps.Local(deadlines=ps.Deadlines(start_s=START_S)),
         )
         figures[f"{count}"] = result.returns[0]
     return figures

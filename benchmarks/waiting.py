@@ -76,7 +76,8 @@ def always(load: Waiting, scratch: Path) -> dict[str, float]:
 
 
 def _run(load: Waiting, limits: ps.Limits) -> dict[str, float]:
-    result = ps.run(_worker, args=(load,), consistency=ps.Async(), limits=limits)
+    engine = ps.Local(limits=limits)
+    result = ps.run(_worker, args=(load,), consistency=ps.Async(), engine=engine)
     figures: dict[str, float] = result.returns[0]
     return figures
 

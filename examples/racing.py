@@ -227,8 +227,7 @@ def race(entrant: Entrant, course: Course, *, seed: int) -> report.Race:
             servers=course.servers,
             consistency=entrant.policy(lr, course.workers),
             seed=seed,
-            engine=ps.Local(threads_per_worker=1),
-            deadlines=ps.Deadlines(heartbeat_s=0.25),
+            engine=ps.Local(threads_per_worker=1, deadlines=ps.Deadlines(heartbeat_s=0.25)),
         )
         kept: list[ps.Snapshot] = []
         with watch(job):

@@ -245,7 +245,9 @@ def test_wait_says_once_for_whom_it_is_and_how_long(
     in_threads(step_late, lambda: ticket.result(timeout_s))
     (text,) = said
     assert "rank 1 has waited 0 s in tick for a step of rank 0; " in text
-    knob = "deadlines=ps.Deadlines(busy_s=...)" if timeout_s is None else "timeout_s=..."
+    knob = "timeout_s=..."
+    if timeout_s is None:
+        knob = "deadlines=ps.Deadlines(busy_s=...) of the engine or ps.connect"
     assert text.endswith(f"it waits up to 10 s (change it with {knob})")
 
 
@@ -276,7 +278,7 @@ def test_rank_0_that_defines_late_is_waited_for_while_it_lives(
         assert asked.wait(10.0)
         loads.define("w", np.zeros(3), rule=ps.Add())
 
-    knob = r"\(change it with deadlines=ps.Deadlines\(busy_s=...\)\)"
+    knob = r"\(change it with deadlines=ps.Deadlines\(busy_s=...\) of the engine or ps.connect\)"
     with pytest.warns(UserWarning, match=rf"up to 10 s {knob}$"):
         in_threads(define_late, await_it)
     assert waits.pull("w").tolist() == [0.0] * 3

@@ -117,7 +117,7 @@ def drive(folder: Path, config: Config) -> Outcome:
             servers=config.servers,
             consistency=POLICIES[config.policy],
             on_worker_death=DEATHS[config.deaths],
-            deadlines=DEADLINES,
+            engine=ps.Local(deadlines=DEADLINES),
         ) as job:
             (folder / "handle.new").write_bytes(job.handle().encode())
             (folder / "handle.new").rename(folder / "handle")

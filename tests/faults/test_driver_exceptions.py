@@ -144,7 +144,8 @@ def test_interrupted_wait_leaves_the_job_alone(
 
 
 def test_stop_that_is_interrupted_ends_everything_at_once(pipe: str) -> None:
-    job = ps.start(victims.ignore_the_end, args=(pipe,), deadlines=ps.Deadlines(stop_s=30.0))
+    engine = ps.Local(deadlines=ps.Deadlines(stop_s=30.0))
+    job = ps.start(victims.ignore_the_end, args=(pipe,), engine=engine)
     Path(pipe).read_text()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

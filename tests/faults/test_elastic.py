@@ -136,8 +136,8 @@ def test_retiring_worker_that_is_killed_is_no_failure(
 
 
 def test_retiring_worker_that_goes_on_is_ended_and_its_rank_is_free_again() -> None:
-    deadlines = ps.Deadlines(retire_s=0.2)
-    with running(2, deaf=True, deadlines=deadlines) as run:
+    engine = ps.Local(deadlines=ps.Deadlines(retire_s=0.2))
+    with running(2, deaf=True, engine=engine) as run:
         with all_end([run.pid(1)]):
             run.job.scale(1)
             run.job.scale(2)

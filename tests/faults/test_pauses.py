@@ -29,9 +29,9 @@ def train(worker, end):
         time.sleep(0.01)
     return worker.incarnation
 
-deadlines = ps.Deadlines(heartbeat_s=0.2, stall_s={STALL_S})
+engine = ps.Local(deadlines=ps.Deadlines(heartbeat_s=0.2, stall_s={STALL_S}))
 job = ps.start(
-    train, args=sys.argv[1:], workers=2, consistency=ps.Async(), deadlines=deadlines
+    train, args=sys.argv[1:], workers=2, consistency=ps.Async(), engine=engine
 )
 
 def wait_for_steps():

@@ -60,7 +60,7 @@ def begin(
         consistency=POLICIES[policy],
         on_worker_death=on_worker_death,
         seed=seed,
-        deadlines=deadlines,
+        engine=ps.Local(deadlines=deadlines),
     )
     return job, chance
 

@@ -59,7 +59,7 @@ def test_restart_worker_that_hangs_is_replaced() -> None:
         workers=2,
         servers=2,
         on_worker_death=ps.Restart(1),
-        deadlines=SOON,
+        engine=ps.Local(deadlines=SOON),
     )
     assert result.returns == {0: (1, 20), 1: (2, 20)}
     assert "no sign of life" in str(result.restarts[0].error)
@@ -93,7 +93,7 @@ def test_restart_sync_that_takes_too_long_is_gone_on_without() -> None:
         args=("kill",),
         workers=2,
         on_worker_death=ps.Restart(1),
-        deadlines=ps.Deadlines(restart_s=0.001),
+        engine=ps.Local(deadlines=ps.Deadlines(restart_s=0.001)),
     )
     assert result.returns[0] == (1, 20)
     assert result.returns[1][0] == 2

@@ -250,7 +250,8 @@ def test_exit_handler_that_takes_longer_than_a_stop_runs_to_its_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log"
-    ps.run(flushes_at_exit, args=(str(path), 10 * STOP_S), deadlines=ps.Deadlines(stop_s=STOP_S))
+    engine = ps.Local(deadlines=ps.Deadlines(stop_s=STOP_S))
+    ps.run(flushes_at_exit, args=(str(path), 10 * STOP_S), engine=engine)
     assert path.read_text() == "flushed"
     assert capfd.readouterr().err == ""
 
@@ -259,7 +260,8 @@ def test_exit_handler_that_takes_too_long_is_cut_and_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log"
-    ps.run(flushes_at_exit, args=(str(path), 60.0), deadlines=ps.Deadlines(exit_s=0.1))
+    engine = ps.Local(deadlines=ps.Deadlines(exit_s=0.1))
+    ps.run(flushes_at_exit, args=(str(path), 60.0), engine=engine)
     assert not path.exists()
     told = capfd.readouterr().err
     assert "worker 0 still ran 0.1 s after the end of its function" in told
@@ -278,12 +280,12 @@ def logs_and_ends(worker: ps.Worker) -> None:
 
 def test_records_of_workers_that_raise_and_exit_are_in_the_result() -> None:
     """No heartbeat is due before they end."""
-    deadlines: Any = ps.Deadlines(heartbeat_s=8.0, stall_s=30.0)
+    deadlines = ps.Deadlines(heartbeat_s=8.0, stall_s=30.0)
     result = ps.run(
         logs_and_ends,
         workers=3,
         on_worker_death=ps.Restart(1),
-        deadlines=deadlines,
+        engine=ps.Local(deadlines=deadlines),
         timeout_s=60,
     )
     found = sorted((each.rank, each.values["incarnation"]) for each in result.metrics)
@@ -300,7 +302,7 @@ def test_flood_of_records_ends_no_run_and_every_record_is_returned_or_counted() 
         for step in range(RECORDS):
             worker.log(step=step, **dict.fromkeys(NAMES, 1.0))
 
-    result = ps.run(train, workers=2, limits=LIMITS)
+    result = ps.run(train, workers=2, engine=ps.Local(limits=LIMITS))
     assert len(result.metrics) + result.dropped_records == 2 * RECORDS
     assert result.dropped_records > 0
     for rank in range(2):
@@ -316,7 +318,7 @@ def test_records_that_fit_all_come_back() -> None:
         for step in range(count):
             worker.log(step=step, **dict.fromkeys(NAMES, 1.0))
 
-    result = ps.run(train, workers=2, limits=LIMITS)
+    result = ps.run(train, workers=2, engine=ps.Local(limits=LIMITS))
     assert result.dropped_records == 0
     assert Counter(record.rank for record in result.metrics) == {0: count, 1: count}
 

@@ -143,7 +143,12 @@ def run(
             consistency=policy,
             on_worker_death=_on_worker_death(on_worker_death),
             rules=own,
-            engine=_engine(engine, threads_per_worker),
+            engine=_engine(
+                engine,
+                threads_per_worker=threads_per_worker,
+                deadlines=options.pop("deadlines"),
+                limits=options.pop("limits"),
+            ),
             show=show,
             resume=resume_from if resume_from is not None else resume,
             **options,
@@ -214,14 +219,14 @@ def _on_worker_death(name: str) -> Any:
     return name
 
 
-def _engine(name: str, threads_per_worker: int | None) -> Any:
+def _engine(name: str, **settings: Any) -> Any:
     if name == "ray":
         from paramserve.engine.on_ray import OnRay
 
-        return OnRay(threads_per_worker=threads_per_worker)
+        return OnRay(**settings)
     from paramserve.engine.local import Local
 
-    return Local(threads_per_worker=threads_per_worker)
+    return Local(**settings)
 
 
 def load_function(target: str, argv: Sequence[str]) -> tuple[str, Callable[..., Any]]:

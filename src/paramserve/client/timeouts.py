@@ -32,8 +32,9 @@ TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(R
 
 KNOBS = {
     "call": "timeout_s",
-    "busy": "deadlines=ps.Deadlines(busy_s=...) if such a step takes longer",
-    "request": "deadlines=ps.Deadlines(request_s=...)",
+    "busy": "deadlines=ps.Deadlines(busy_s=...) of the engine or ps.connect, if such a step takes "
+    "longer",
+    "request": "deadlines=ps.Deadlines(request_s=...) of the engine or ps.connect",
 }
 
 
@@ -60,7 +61,8 @@ def cannot_end(
 
 def knob_of(busy: bool) -> str:
     """What limits a wait whose call names no limit: for ranks that live and are busy, or not."""
-    return f"deadlines=ps.Deadlines({'busy_s' if busy else 'request_s'}=...)"
+    field = "busy_s" if busy else "request_s"
+    return f"deadlines=ps.Deadlines({field}=...) of the engine or ps.connect"
 
 
 def up_to(limit_s: float, knob: str) -> str:

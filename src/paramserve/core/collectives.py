@@ -611,8 +611,8 @@ class Collectives:
             raise Overloaded(
                 f"worker.all_reduce got a value of {len(message.value)} bytes, "
                 f"reduce_bytes_max is {self._bytes_max}",
-                fix="reduce less, or raise it with limits=ps.Limits(reduce_bytes_max=...); "
-                "gradients are reduced by worker.optimizer",
+                fix="reduce less, or raise it with limits=ps.Limits(reduce_bytes_max=...) of "
+                "the engine or ps.serve; gradients are reduced by worker.optimizer",
             )
 
 

@@ -369,7 +369,8 @@ class Coordination:
                     raise ParamServeError(
                         f"the cluster was not scaled to {message.workers} workers: its clients_max "
                         f"is {most}",
-                        fix="ask for fewer, or raise it with limits=ps.Limits(clients_max=...)",
+                        fix="ask for fewer, or raise it with limits=ps.Limits(clients_max=...) of "
+                        "the engine or ps.serve",
                     )
                 self.membership.scale(message.workers)
                 self.as_saved = False

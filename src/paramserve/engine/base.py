@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from paramserve.config import TLS
+from paramserve.config import TLS, Deadlines, Limits
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,16 @@ class Engine(Protocol):
     @property
     def threads_per_worker(self) -> int | None:
         """Of numpy, torch and numba in each worker of a run; None: what fits their number."""
+        ...
+
+    @property
+    def deadlines(self) -> Deadlines | None:
+        """How long each wait of the processes may take; None: the defaults."""
+        ...
+
+    @property
+    def limits(self) -> Limits | None:
+        """Bounds on memory, messages and connections of the processes; None: the defaults."""
         ...
 
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Fleet:

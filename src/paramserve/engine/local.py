@@ -23,7 +23,7 @@ from typing import BinaryIO, ClassVar
 
 import msgspec
 
-from paramserve.config import TLS, check_count
+from paramserve.config import TLS, Deadlines, Limits, check_count, check_settings
 from paramserve.engine import names
 from paramserve.engine.base import Ended, Event, Reported, Role
 from paramserve.engine.child import EXIT_UNKNOWN, REPORT_HEAD_BYTES, Package
@@ -71,6 +71,8 @@ class Local:
         threads_per_worker: of numpy, torch and numba in a run; max(1, cores // workers) if None.
         show_rank: whether each line that a process prints begins with which one it is, as in
             "[rank 0] "; lines are whole in any case.
+        deadlines: how long each wait may take; `ps.Deadlines()` if None.
+        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
         TypeError, ValueError: a setting that means nothing.
     """
@@ -80,12 +82,16 @@ class Local:
     _: KW_ONLY
     threads_per_worker: int | None = None
     show_rank: bool = True
+    deadlines: Deadlines | None = None
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
         if self.threads_per_worker is not None:
             check_count("threads_per_worker", self.threads_per_worker)
         if not isinstance(self.show_rank, bool):
             raise TypeError(f"show_rank must be True or False, not {self.show_rank!r}")
+        check_settings("deadlines", self.deadlines, Deadlines)
+        check_settings("limits", self.limits, Limits)
 
     def open(self, roles: Sequence[str] = (), environment: Mapping[str, str] = {}) -> LocalFleet:
         """A new, empty fleet. The caller closes it; every machine has room for all roles."""

@@ -56,7 +56,7 @@ def check_engine(engine: Engine | None) -> Engine:
         raise TypeError(f"engine must be an object, not the class {name}: call it: ps.{name}()")
     if isinstance(engine, type) or not hasattr(engine, "open"):
         raise TypeError(f"engine must be an engine (an object, as in ps.Local()), not {engine!r}")
-    for name in ("reads_refs", "threads_per_worker"):
+    for name in ("reads_refs", "threads_per_worker", "deadlines", "limits"):
         if not hasattr(engine, name):
             raise TypeError(
                 f"engine must be an engine, as paramserve.engine.base.Engine says: {engine!r} has "

@@ -129,7 +129,8 @@ class Attempt:
                 continue
             raise ConnectTimeout(
                 f"coordinator and servers were not up {deadlines.start_s:g} s after their start",
-                fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...)",
+                fix="look at their output, or raise it with deadlines=ps.Deadlines(start_s=...) of "
+                "the engine",
             )
 
     def connect(

@@ -35,13 +35,11 @@ class Cluster:
             have stepped.
         consistency: when gradients are applied; `ps.Async()` if None. Its class need not be
             registered.
-        engine: what starts the processes; `ps.Local()` if None.
+        engine: what starts the processes, with the deadlines and limits; `ps.Local()` if None.
         name: others find it with `ps.attach(name, engine=...)`; None: only by its handle.
         rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
             the servers may run; see `ps.CustomRule`, `ps.Policy` and `ps.CustomCodec`.
         seed: of workers that join by its handle; a random one if None.
-        deadlines: how long each wait may take; `ps.Deadlines()` if None.
-        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
     Raises:
         ValueError, TypeError: a wrong argument, or a policy that cannot work with this many
             workers. Nothing was started.
@@ -59,25 +57,23 @@ class Cluster:
         name: str | None = None,
         rules: Sequence[Callable[..., Any]] = (),
         seed: int | None = None,
-        deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
     ) -> None:
         check_count("servers", servers)
         check_count("workers", workers, least=0)
         policy = consistency if consistency is not None else Async()
         packed = for_servers(policy, workers, rules=rules)
+        backend = check_engine(engine)
         plan = Plan(
             servers=servers,
             workers=0,
             ranks=workers,
             consistency=packed.consistency,
             server_code=packed.code,
-            limits=check_settings("limits", limits, Limits),
-            deadlines=check_settings("deadlines", deadlines, Deadlines),
+            limits=check_settings("limits", backend.limits, Limits),
+            deadlines=check_settings("deadlines", backend.deadlines, Deadlines),
         )
         self._seed = seed if seed is not None else secrets.randbits(SEED_BITS)
         self._withdraw: Callable[[], None] | None = None
-        backend = check_engine(engine)
         self._supervisor = Supervisor(plan, backend)
         self._supervisor.start()
         if name is not None:

@@ -243,7 +243,8 @@ def worker_failed(entry: Entry, instead: str = "") -> WorkerFailed | CannotPlace
     elif entry.silent:
         fix = (
             "look for what stood still: a stopped process, swapping, a C call that holds the GIL "
-            "for long; where that is in order, raise deadlines=ps.Deadlines(stall_s=...)"
+            "for long; where that is in order, raise "
+            "deadlines=ps.Deadlines(stall_s=...) of the engine"
         )
     else:
         fix = "look for what ended the process (the system short of memory, sys.exit)"

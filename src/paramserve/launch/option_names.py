@@ -15,6 +15,8 @@ MOVED: Mapping[str, str] = MappingProxyType(
     {
         "policies": "rules=[MyPolicy]",
         "codecs": "rules=[MyCodec]",
+        "deadlines": "engine=ps.Local(deadlines=...), or ps.OnRay(...)",
+        "limits": "engine=ps.Local(limits=...), or ps.OnRay(...)",
     }
 )
 """By its name of before: how an option is written now."""

@@ -285,7 +285,7 @@ class Roster:
             error=ConnectTimeout(
                 f"the run did not start: {', '.join(missing)} not ready in time",
                 fix="look at the messages of that process; where the machine is slow, raise "
-                "deadlines=ps.Deadlines(start_s=...)",
+                "deadlines=ps.Deadlines(start_s=...) of the engine",
             )
         )
 

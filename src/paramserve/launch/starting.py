@@ -78,8 +78,6 @@ class _Arguments:
     on_worker_death: OnWorkerDeath
     timeout_s: float | None
     rules: Sequence[Callable[..., Any]]
-    deadlines: Deadlines | None
-    limits: Limits | None
     save_tables: str | os.PathLike[str] | None
     load_tables: GivenTables | None
     load_state: GivenState | None
@@ -102,8 +100,6 @@ def start(
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
-    deadlines: Deadlines | None = None,
-    limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
     load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
@@ -138,8 +134,6 @@ def run(
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
-    deadlines: Deadlines | None = None,
-    limits: Limits | None = None,
     save_tables: str | os.PathLike[str] | None = None,
     load_tables: GivenTables | None = None,
     load_state: GivenState | None = None,
@@ -164,8 +158,8 @@ def run(
         args, kwargs: for `train`; of a `ray.ObjectRef` among them its value arrives. One inside a
             list, a dict or a closure stays a ref, for workers of `ps.OnRay()` only.
         workers, servers: how many processes of each.
-        engine: what starts the processes, and the workers' number of threads; `ps.Local()` if
-            None.
+        engine: what starts the processes, with the deadlines, the limits and the workers' number
+            of threads; `ps.Local()` if None.
         consistency: when gradients are applied; `ps.Sync(reduce="mean")` if None. Its class need
             not be registered.
         seed: of random, numpy, torch, the loader's order and Python's `hash` in workers; None: a
@@ -175,8 +169,6 @@ def run(
         timeout_s: the whole run's; None: no limit.
         rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
             the servers may run; see `ps.CustomRule`, `ps.Policy` and `ps.CustomCodec`.
-        deadlines: how long each wait may take; `ps.Deadlines()` if None.
-        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
             with state, for `table.from_parquet`; None: rows end with the servers.
         load_tables: rows that keyed tables begin with: the folder of an earlier `save_tables`, or a
@@ -275,8 +267,8 @@ def _job(options: _Arguments) -> Job:
         rules=options.rules,
     )
     engine = check_engine(options.engine)
-    deadlines = check_settings("deadlines", options.deadlines, Deadlines)
-    limits = check_settings("limits", options.limits, Limits)
+    deadlines = check_settings("deadlines", engine.deadlines, Deadlines)
+    limits = check_settings("limits", engine.limits, Limits)
     if isinstance(options.on_worker_death, Restart):
         check_restart(deadlines)
     state = pack_state(options.load_state)

@@ -644,7 +644,7 @@ class Supervisor:
         text = (
             f"{process.name} still ran {exit_s:g} s after the end of its function and "
             "is killed: exit handlers are cut short. To fix: shorten them, end threads that are no "
-            "daemons, or raise deadlines=ps.Deadlines(exit_s=...)"
+            "daemons, or raise deadlines=ps.Deadlines(exit_s=...) of the engine"
         )
         write_line(text)
 

@@ -70,8 +70,8 @@ def test_run_takes_them_too(served: list[dict[str, Any]], write: Write, tmp_path
     assert done.exit_code == 0, done.output
     (options,) = served
     assert options["workers"] == 3
-    assert options["deadlines"] == ps.Deadlines(stall_s=30)
-    assert options["limits"] == ps.Limits(clients_max=7)
+    expected = ps.Local(deadlines=ps.Deadlines(stall_s=30), limits=ps.Limits(clients_max=7))
+    assert options["engine"] == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from paramserve.config import RuleSpec
+from paramserve.config import Deadlines, Limits, RuleSpec
 from paramserve.engine.base import Ended, Engine, Event, Process, Reported, Role
 from paramserve.errors import CannotPlace
 from paramserve.launch.plan import Plan
@@ -60,6 +60,8 @@ class Puppets:
     tls = None
     reads_refs = False
     threads_per_worker: int | None = None
+    deadlines: Deadlines | None = None
+    limits: Limits | None = None
 
     def __init__(
         self, fails_at: str = "", close_fails: bool = False, shares_host: bool = True

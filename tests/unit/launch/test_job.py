@@ -39,6 +39,8 @@ class NeverOpens:
 
     reads_refs = False
     threads_per_worker: int | None = None
+    deadlines: ps.Deadlines | None = None
+    limits: ps.Limits | None = None
 
     def open(self) -> Fleet:
         raise AssertionError("something was started")
@@ -162,6 +164,8 @@ BEGINS: dict[str, Callable[..., object]] = {
                 "checkpoint=ps.Checkpoint(path, on_server_death=...)",
                 "run start",
             ),
+            ("deadlines", "engine=ps.Local(deadlines=...), or ps.OnRay(...)", "run start Cluster"),
+            ("limits", "engine=ps.Local(limits=...), or ps.OnRay(...)", "run start Cluster"),
             ("show_rank", "engine=ps.Local(show_rank=...)", "run start"),
             (
                 "threads_per_worker",
@@ -227,11 +231,22 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@each_case("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
-def test_deadlines_and_limits_that_are_wrong_are_named(begin: Callable[..., object]) -> None:
+@each_case("make", [ps.Local, ps.OnRay])
+def test_deadlines_and_limits_that_are_wrong_are_named(make: Callable[..., object]) -> None:
     for options, error, text in SETTINGS:
         with pytest.raises(error, match=text):
-            begin(engine=NeverOpens(), **options)
+            make(**options)
+
+
+@each_case("begin", [ps.Cluster, lambda **options: ps.start(train, **options)])
+def test_wrong_deadlines_and_limits_of_an_own_engine_are_named(
+    begin: Callable[..., object],
+) -> None:
+    for options, error, text in SETTINGS:
+        engine = NeverOpens()
+        vars(engine).update(options)
+        with pytest.raises(error, match=text):
+            begin(engine=engine)
 
 
 class Full(Exception):
@@ -247,6 +262,8 @@ class KeepsRoles:
 
     reads_refs = False
     threads_per_worker: int | None = None
+    deadlines: ps.Deadlines | None = None
+    limits: ps.Limits | None = None
     shares_host = True
     tls = None
 
@@ -273,8 +290,9 @@ KINDS = {"coordinator": CoordinatorConfig, "server 0": ServerConfig, "worker 0":
 def test_deadlines_and_limits_reach_every_process(begin: Callable[..., object], count: int) -> None:
     deadlines, limits = ps.Deadlines(stall_s=77), ps.Limits(clients_max=7, poll_s_max=0.0)
     engine = KeepsRoles(count)
+    engine.deadlines, engine.limits = deadlines, limits
     with pytest.raises(Full):
-        begin(engine=engine, deadlines=deadlines, limits=limits)
+        begin(engine=engine)
     assert [role.name for role in engine.roles] == list(KINDS)[:count]
     for role in engine.roles:
         config: Any = msgspec.msgpack.decode(role.payload, type=KINDS[role.name])
@@ -477,9 +495,9 @@ def test_snapshots_of_a_stopped_run_that_has_a_table_only_name_what_is_missing()
 
 
 def test_restart_that_may_take_longer_than_the_others_wait_is_named() -> None:
-    longer = ps.Deadlines(restart_s=120)
+    engine = ps.Local(deadlines=ps.Deadlines(restart_s=120))
     with pytest.raises(ValueError, match="restart_s must be below request_s"):
-        ps.start(train, on_worker_death=ps.Restart(), deadlines=longer, engine=NeverOpens())
+        ps.start(train, on_worker_death=ps.Restart(), engine=engine)
 
 
 def test_result_restart_has_the_clock_of_its_own_successor() -> None:

@@ -533,7 +533,7 @@ def test_leased_holder_that_does_not_go_on_is_named() -> None:
 
     cluster.meanwhile = meanwhile
     who = r"rank 0 waits .* rank 1 \(5 samples\) .*"
-    knob = r"deadlines=ps\.Deadlines\(busy_s=\.\.\.\)"
+    knob = r"deadlines=ps\.Deadlines\(busy_s=\.\.\.\) of the engine or ps\.connect"
     told = rf"{who} for 50 s; it waits up to 60 s \(change it with {knob}\)$"
     with (
         pytest.warns(UserWarning, match=told) as said,

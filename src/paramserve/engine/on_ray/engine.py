@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, get_args
 
-from paramserve.config import TLS, check_count, check_number, check_tls
+from paramserve.config import (
+    TLS,
+    Deadlines,
+    Limits,
+    check_count,
+    check_number,
+    check_settings,
+    check_tls,
+)
 from paramserve.engine.names import check_name
 from paramserve.engine.on_ray import naming
 from paramserve.engine.on_ray.control import CONNECTION, check_address, import_ray, named_cluster
@@ -43,6 +51,8 @@ class OnRay:
         worker: what each worker needs.
         threads_per_worker: of numpy, torch and numba; max(1, cores of this machine // workers) if
             None.
+        deadlines: how long each wait may take; `ps.Deadlines()` if None.
+        limits: bounds on memory, messages and connections; `ps.Limits()` if None.
         namespace: of Ray, for the names of clusters.
         place_s: how long the cluster may take to make room, also for a restart after a lost node.
         tls: certificates for the connections between processes, in files that every node has at
@@ -63,6 +73,8 @@ class OnRay:
     server: Needs = field(default_factory=Needs)
     worker: Needs = field(default_factory=Needs)
     threads_per_worker: int | None = None
+    deadlines: Deadlines | None = None
+    limits: Limits | None = None
     namespace: str = "paramserve"
     place_s: float = 30.0
     tls: TLS | None = None
@@ -80,6 +92,8 @@ class OnRay:
                 raise TypeError(f"{kind} must be ps.Needs(...), not {needs!r}")
         if self.threads_per_worker is not None:
             check_count("threads_per_worker", self.threads_per_worker)
+        check_settings("deadlines", self.deadlines, Deadlines)
+        check_settings("limits", self.limits, Limits)
         check_number("place_s", self.place_s, above=0)
         check_tls(self.tls)
         if self.address is not None:
