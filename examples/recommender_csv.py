@@ -239,7 +239,9 @@ def main(argv: list[str] | None = None) -> None:
             engine=engine_of(options.engine),
             consistency=ps.Async(),
             seed=options.seed,
-            save_tables=options.out if options.out is not None else folder,
+            checkpoint=ps.Checkpoint(
+                save_tables=options.out if options.out is not None else folder
+            ),
         )
         with ps.Cluster(servers=1) as cluster:  # another run, with another number of servers
             users, items = tables(cluster.client())

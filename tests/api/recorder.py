@@ -6,6 +6,7 @@ policy may decide a clock without the gradients of some ranks, and runs that hav
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -38,7 +39,8 @@ def _recorder(begin: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(begin)
     def begin_and_record(train: Callable[..., Any], **options: Any) -> Any:
         policy = options.get("consistency") or ps.Sync()
-        options = {"seed": SEED, "save_tables": tempfile.mkdtemp()} | options
+        options = {"seed": SEED} | options
+        options["checkpoint"] = _with_tables(options.get("checkpoint"))
         run = begin(train, **options)
         if isinstance(run, ps.Result):
             _show(policy, run)
@@ -48,6 +50,15 @@ def _recorder(begin: Callable[..., Any]) -> Callable[..., Any]:
         return run
 
     return begin_and_record
+
+
+def _with_tables(option: Any) -> ps.Checkpoint:
+    """The program's own, which also writes tables."""
+    folder = tempfile.mkdtemp()
+    if option is None:
+        return ps.Checkpoint(save_tables=folder)
+    own = option if isinstance(option, ps.Checkpoint) else ps.Checkpoint(option)
+    return own if own.save_tables is not None else dataclasses.replace(own, save_tables=folder)
 
 
 def _show(policy: ps.Policy, result: ps.Result) -> ps.Result:

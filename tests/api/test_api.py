@@ -6,6 +6,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from tests.suites import each_case
@@ -33,6 +34,8 @@ CLIENT = {
     *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
     *("drain", "close", "closed", "timeout_s", "rank"),
 }
+ARGUMENTS_MAX = 15
+"""Of `run`, with `train`."""
 CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse, paramserve.Reporter)
 """A method may be documented where its contract is."""
 
@@ -55,6 +58,12 @@ def test_all_lists_every_public_name_once() -> None:
     assert len(listed) == len(set(listed))
     assert all(hasattr(paramserve, name) for name in listed)
     assert set(listed) >= EXPECTED
+
+
+@each_case("begin", [paramserve.run, paramserve.start])
+def test_run_has_few_arguments(begin: Callable[..., object]) -> None:
+    """What is of an engine or of a checkpoint is an option of theirs."""
+    assert len(inspect.signature(begin).parameters) <= ARGUMENTS_MAX
 
 
 def test_client_has_what_users_call_and_its_parts_have_the_rest() -> None:

@@ -219,8 +219,9 @@ def test_strict_run_whose_last_checkpoint_fails_keeps_values_and_tables(tmp_path
             args=(str(folder),),
             workers=1,
             consistency=ps.Async(),
-            checkpoint=ps.Checkpoint(folder, every_s=600, strict=True),
-            save_tables=tmp_path / "tables",
+            checkpoint=ps.Checkpoint(
+                folder, every_s=600, strict=True, save_tables=tmp_path / "tables"
+            ),
         )
     result = caught.value.result
     assert result is not None

@@ -68,7 +68,13 @@ def test_run_saves_tables_as_files_that_another_cluster_and_another_run_take_bac
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "made" / "tables"
-    result = ps.run(embed, workers=2, servers=2, consistency=ps.Async(), save_tables=folder)
+    result = ps.run(
+        embed,
+        workers=2,
+        servers=2,
+        consistency=ps.Async(),
+        checkpoint=ps.Checkpoint(save_tables=folder),
+    )
     assert result.table_files == {"users": str(folder / "users.parquet")}
     assert [each.name for each in folder.iterdir()] == ["users.parquet"]
     read = pq.read_table(result.table_files["users"])
@@ -91,7 +97,7 @@ def test_run_saves_tables_as_files_that_another_cluster_and_another_run_take_bac
         np.testing.assert_allclose(users.pull([10]), [[second] * DIM], rtol=1e-6)
 
     (folder / "words.parquet").write_bytes((folder / "users.parquet").read_bytes())
-    loaded = ps.run(first_rows, workers=3, servers=2, load_tables=folder)
+    loaded = ps.run(first_rows, workers=3, servers=2, checkpoint=ps.Checkpoint(load_tables=folder))
     expected = [[one] * DIM, [-0.1] * DIM, [0.0] * DIM]
     for rank in range(3):
         np.testing.assert_allclose(loaded.returns[rank], expected, rtol=1e-6)
@@ -123,7 +129,13 @@ def test_job_reads_and_writes_tables_while_the_run_goes_on(tmp_path: Path) -> No
 
 def test_run_that_fails_writes_tables_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="no more") as caught:
-        ps.run(embed, args=("", True), workers=1, consistency=ps.Async(), save_tables=tmp_path)
+        ps.run(
+            embed,
+            args=("", True),
+            workers=1,
+            consistency=ps.Async(),
+            checkpoint=ps.Checkpoint(save_tables=tmp_path),
+        )
     result = caught.value.result
     assert result is not None
     assert pq.read_table(result.table_files["users"]).num_rows == result.tables["users"].rows == 10
@@ -131,7 +143,7 @@ def test_run_that_fails_writes_tables_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_that_is_stopped_writes_tables_as_they_are(tmp_path: Path) -> None:
-    with started(10, tmp_path / "gate", save_tables=tmp_path) as job:
+    with started(10, tmp_path / "gate", checkpoint=ps.Checkpoint(save_tables=tmp_path)) as job:
         job.stop()
         result = job.wait()
     assert result.stopped
@@ -141,7 +153,8 @@ def test_run_that_is_stopped_writes_tables_as_they_are(tmp_path: Path) -> None:
 def test_run_whose_tables_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "users.parquet").mkdir()
     told = r"table 'users' was not written to .*users\.parquet"
+    checkpoint = ps.Checkpoint(save_tables=tmp_path)
     with pytest.raises(ParamServeError, match=told) as caught:
-        ps.run(embed, workers=1, consistency=ps.Async(), save_tables=tmp_path)
+        ps.run(embed, workers=1, consistency=ps.Async(), checkpoint=checkpoint)
     assert caught.value.result is not None
     assert caught.value.result.values["default"]["w"].tolist() == [0.0, 0.0]

@@ -54,7 +54,7 @@ def freezes(worker: ps.Worker) -> list[float]:
 @pytest.mark.slow
 def test_every_rank_loads_frozen_parameters() -> None:
     state = tied_model().state_dict()
-    result = ps.run(freezes, workers=2, load_state=state, timeout_s=60)
+    result = ps.run(freezes, workers=2, checkpoint=ps.Checkpoint(load_state=state), timeout_s=60)
     assert result.returns == dict.fromkeys(range(2), state["0.bias"].tolist())
 
 
@@ -67,14 +67,25 @@ def test_best_snapshot_is_kept_and_a_second_run_starts_from_it(tmp_path: Path) -
     assert distance(result.state_dict()) < distance(tied_model().state_dict())
 
     torch.save(best.state, tmp_path / "best.pt")
-    again = ps.run(train, args=(0,), workers=2, load_state=tmp_path / "best.pt", timeout_s=60)
+    again = ps.run(
+        train,
+        args=(0,),
+        workers=2,
+        checkpoint=ps.Checkpoint(load_state=tmp_path / "best.pt"),
+        timeout_s=60,
+    )
     assert again.returns == dict.fromkeys(range(2), best.state["0.bias"].tolist())
     loaded = again.state_dict()
     assert loaded.keys() == tied_model().state_dict().keys()
     assert all(torch.equal(loaded[name], best.state[name]) for name in loaded)
 
     with pytest.raises(WorkerFailed) as caught:
-        ps.run(train, args=(0,), load_state=nn.Linear(4, 4).state_dict(), timeout_s=60)
+        ps.run(
+            train,
+            args=(0,),
+            checkpoint=ps.Checkpoint(load_state=nn.Linear(4, 4).state_dict()),
+            timeout_s=60,
+        )
     told = str(caught.value)
     for part in ("Missing key(s)", '"0.weight"', 'Unexpected key(s) in state_dict: "weight"'):
         assert part in told

@@ -113,7 +113,9 @@ def test_optimizer_goes_to_torch_and_back(run: tuple[Path, ps.Result], tmp_path:
     export(path, "parquet", tables)
     both = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
     arguments = (both, last, last + MORE)
-    back = ps.run(go_on, args=arguments, workers=2, servers=2, load_tables=tables)
+    back = ps.run(
+        go_on, args=arguments, workers=2, servers=2, checkpoint=ps.Checkpoint(load_tables=tables)
+    )
     optimizer.param_groups[0]["lr"] = 0.01
     stepped(plain, optimizer, last, last + MORE)
     same(plain.state_dict(), back.state_dict())

@@ -150,6 +150,12 @@ def run(
                 limits=options.pop("limits"),
             ),
             show=show,
+            checkpoint=_checkpoint(
+                options.pop("checkpoint"),
+                load_state=options.pop("load_state"),
+                load_tables=options.pop("load_tables"),
+                save_tables=options.pop("save_tables"),
+            ),
             resume=resume_from if resume_from is not None else resume,
             **options,
         )
@@ -217,6 +223,14 @@ def _on_worker_death(name: str) -> Any:
 
         return Restart()
     return name
+
+
+def _checkpoint(path: str | None, **files: Any) -> Any:
+    if all(each is None for each in (path, *files.values())):
+        return None
+    from paramserve.launch.checkpoints import Checkpoint
+
+    return Checkpoint(path, **files)
 
 
 def _engine(name: str, **settings: Any) -> Any:

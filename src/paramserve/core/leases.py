@@ -680,7 +680,7 @@ class LeaseBook:
                 f'shares, and it came with shards="dynamic" (loader {name!r}): which samples are '
                 "done cannot be told",
                 fix="go on with the loaders and the number of workers of before; or begin anew in "
-                "another folder, with load_state= for the values",
+                "another folder, ps.Checkpoint(folder, load_state=...) for the values",
             )
         loader = self._loaders.get(name)
         if loader is None:

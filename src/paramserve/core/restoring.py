@@ -221,7 +221,7 @@ def _check_changeable(name: str, before: Policy, now: Policy) -> None:
         f"{diff.incoming}: the workers' own optimizers step otherwise under one of them",
         applied="no",
         fix=f"go on with consistency=ps.{type(before).__name__}(...) as it was, or begin anew in "
-        "another folder, with load_state= for the values",
+        "another folder, ps.Checkpoint(folder, load_state=...) for the values",
     )
 
 

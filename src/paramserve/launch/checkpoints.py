@@ -1,4 +1,5 @@
-"""The checkpoints of a run, as its driver uses them: where they go, which one it goes on from.
+"""What a run saves and starts from, and its checkpoints as its driver uses them: where they go,
+which one it goes on from.
 
 They are written by the coordinator and the servers, and read by the processes that go on from one;
 the driver only chooses which.
@@ -11,9 +12,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -48,17 +49,43 @@ OnServerDeath = Literal["resume", "stop"]
 Path = str | os.PathLike[str]
 
 
+class ModelValues(Protocol):
+    """The part of a `Result` that models start from."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @property
+    def steps(self) -> Mapping[str, Any]: ...
+
+    def state_dict(self, name: str = ...) -> dict[str, Any]: ...
+
+
+ModelSource = ModelValues | Mapping[str, Any] | Path
+RowSource = Path | Mapping[str, Path]
+OF_FOLDER = ("every_s", "every_steps", "keep", "strict", "on_server_death")
+"""Fields of `Checkpoint` about the checkpoints in its folder."""
+OF_VALUES = ("load_state", "load_tables", "save_tables")
+"""Fields of `Checkpoint` about files besides checkpoints."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often a run writes checkpoints, for `checkpoint=` of `run` and `start`.
+    """What a run saves and what it starts from, for `checkpoint=` of `run` and `start`.
+
+    With a path it writes checkpoints there. Without one it only reads and writes the files of
+    `load_state`, `load_tables` and `save_tables`. A run that goes on from a checkpoint has the
+    values of that one; `load_state` and `load_tables` are for models and tables that are not in it.
 
     Example:
         ps.run(train, checkpoint=ps.Checkpoint("runs/a", every_s=60, keep=3))
+        ps.run(train, checkpoint=ps.Checkpoint(load_state="model.pt", save_tables="trained"))
 
     Args:
         path: a folder that the driver and every server's machine see under this path, for this run
             alone. It is made if it is missing. Or the URL of one that fsspec reaches, such as
-            "s3://bucket/run".
+            "s3://bucket/run". None: the run writes no checkpoints; the options of these, `every_s`
+            to `on_server_death`, are refused then.
         every_s: seconds between two; None: 60, unless `every_steps` says when.
         every_steps: steps of the slowest worker between two; None: not by steps. With both, what
             comes first.
@@ -68,19 +95,35 @@ class Checkpoint:
         on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
             newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
             with the error. Of `run` and `start`: servers of `serve` are started again by others.
+        load_state: what the models of `worker.optimizer` start from instead of their own values: a
+            state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
+            optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
+            shapes must be the model's. Every rank loads it, frozen parameters and buffers included.
+            Like the two below, it is not for `serve`.
+        load_tables: rows that keyed tables begin with: the folder of an earlier `save_tables`, or a
+            dict of such files by table. They are there before any worker gets the table; with the
+            rule's state, if the file has that of the same rule. The workers' machines must see the
+            files. While one loads, the others wait up to `Deadlines.busy_s`.
+        save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
+            with state, for `table.from_parquet`; None: rows end with the servers.
     Raises:
-        ValueError, TypeError: an argument is of another kind, or too small.
+        ValueError, TypeError: an argument is of another kind, or too small; or there is neither a
+            path nor one of the last three.
     """
 
-    path: Path
+    path: Path | None = None
     every_s: float | None = None
     every_steps: int | None = None
     keep: int = 3
     strict: bool = False
     on_server_death: OnServerDeath = "resume"
+    load_state: ModelSource | None = field(default=None, repr=False)
+    load_tables: RowSource | None = None
+    save_tables: Path | None = None
 
     def __post_init__(self) -> None:
-        whole_path("path of Checkpoint", self.path)
+        if self.path is not None:
+            whole_path("path of Checkpoint", self.path)
         if self.every_s is not None:
             check_number("every_s of Checkpoint", self.every_s, above=0.0)
         if self.every_steps is not None:
@@ -93,6 +136,39 @@ class Checkpoint:
                 'on_server_death of Checkpoint must be "resume" or "stop", not '
                 f"{self.on_server_death!r}"
             )
+        if self.path is None:
+            self._check_without_path()
+
+    def _check_without_path(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.name in OF_FOLDER and value != each.default:
+                raise ValueError(
+                    f"{each.name}={value!r} of Checkpoint is for the checkpoints that a run "
+                    f"writes, and needs their folder: Checkpoint(path, {each.name}={value!r})"
+                )
+        if all(getattr(self, name) is None for name in OF_VALUES):
+            raise ValueError(
+                "Checkpoint needs a path to write checkpoints to, or load_state=, load_tables= or "
+                "save_tables="
+            )
+
+
+def as_checkpoint(option: Checkpoint | Path | None) -> Checkpoint | None:
+    """What `checkpoint=` gives: a path alone means the folder. Raises as `Checkpoint`."""
+    return option if option is None or isinstance(option, Checkpoint) else Checkpoint(option)
+
+
+def check_served(option: Checkpoint | Path | None) -> None:
+    """For `serve`. Raises `ValueError` for fields that only `run` and `start` follow."""
+    if isinstance(option, Checkpoint):
+        for name in OF_VALUES:
+            if getattr(option, name) is not None:
+                raise ValueError(
+                    f"{name}= of Checkpoint is for ps.run and ps.start: the workers of a served "
+                    "cluster load what they start from themselves, and "
+                    "ps.attach(address).save_tables(folder) writes tables"
+                )
 
 
 class ResumePoint(NamedTuple):
@@ -367,12 +443,13 @@ def recovery_of(
         CheckpointError: the folder has something else in it, or checkpoints of another run that is
             not to go on; it cannot be used; the checkpoint to go on from is not there, or damaged.
     """
-    option = checkpoint
-    settings = option if option is None or isinstance(option, Checkpoint) else Checkpoint(option)
+    settings = as_checkpoint(checkpoint)
+    if settings is not None and settings.path is None:
+        settings = None
     if resume is True and settings is None:
         raise ValueError(
-            "resume=True goes on from the newest checkpoint of checkpoint=, which is missing: give "
-            "the path to both, or resume=path"
+            "resume=True goes on from the newest checkpoint in the path of checkpoint=, which has "
+            "none: give checkpoint=path, or resume=path"
         )
     source = None
     if not isinstance(resume, bool):

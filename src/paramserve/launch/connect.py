@@ -211,7 +211,7 @@ class Handle:
 
     def save_tables(self, folder: str | os.PathLike[str]) -> dict[str, str]:
         """Write every table, with its rule's state, to a file of its own, as
-        `ps.run(..., save_tables=)` does.
+        `ps.Checkpoint(save_tables=)` has it done at the end of a run.
 
         Returns:
             The files' paths, by table.

@@ -266,7 +266,8 @@ def over(seconds: float, *, workers: bool, stopped: bool) -> ClientClosed:
     what = "run was stopped" if stopped else "run has finished"
     fix = (
         "read what it has left by job.wait() and its result, or by job.state_dict(); its servers "
-        "have ended with it, and tables are kept only by save_tables=folder of ps.run or ps.start"
+        "have ended with it, and tables are kept only by "
+        "checkpoint=ps.Checkpoint(save_tables=folder)"
     )
     if not workers:
         what, fix = "cluster was closed", "start it again"

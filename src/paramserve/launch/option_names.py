@@ -24,6 +24,9 @@ MOVED_OF_RUNS: Mapping[str, str] = MappingProxyType(
     {
         **MOVED,
         "threads_per_worker": "engine=ps.Local(threads_per_worker=...), or ps.OnRay(...)",
+        "load_state": "checkpoint=ps.Checkpoint(load_state=...)",
+        "load_tables": "checkpoint=ps.Checkpoint(load_tables=...)",
+        "save_tables": "checkpoint=ps.Checkpoint(save_tables=...)",
         "on_server_death": "checkpoint=ps.Checkpoint(path, on_server_death=...)",
         "worker_weight": "worker.factor = ... in the training function",
         "show_rank": "engine=ps.Local(show_rank=...)",

@@ -420,7 +420,7 @@ def as_state_dict(
         raise UnknownName(
             f"{name!r} is a table, and no group of tensors",
             fix="use job.table(name) while the run goes on, or have tables written at its end by "
-            "ps.run(..., save_tables=folder)",
+            "ps.run(..., checkpoint=ps.Checkpoint(save_tables=folder))",
         )
     if name not in values:
         raise unknown_group(name, [*values, *tables])

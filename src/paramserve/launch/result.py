@@ -95,7 +95,7 @@ class Result:
             `ps.LocalSteps` held NaN or Inf, over all groups.
         samples: of loaders with `shards="dynamic"`: each rank's samples that are in the values, as
             the coordinator last knew it.
-        table_files: with `save_tables=`: each keyed table's file, by its name.
+        table_files: with `ps.Checkpoint(save_tables=)`: each keyed table's file, by its name.
         repeated_samples: of these loaders: samples that some shard has had from two workers,
             because one of them ended.
         steps: what became of each worker's steps, by group and rank: a sequence of `clock`,

@@ -54,7 +54,13 @@ from paramserve.errors import (
     WorkerFailed,
     shown,
 )
-from paramserve.launch.checkpoints import Checkpoint, Path, Recovery, recovery_of
+from paramserve.launch.checkpoints import (
+    Checkpoint,
+    Path,
+    Recovery,
+    check_served,
+    recovery_of,
+)
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
 from paramserve.launch.option_names import by_name
@@ -655,6 +661,7 @@ def serve(
             "checkpoint= is told to the first server, which tells the others: leave it out where "
             "join= is given"
         )
+    check_served(checkpoint)
     feed = Feed(report_to, _tell_reporter)
     if report_to and join is not None:
         raise ValueError(

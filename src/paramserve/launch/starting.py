@@ -35,7 +35,12 @@ from paramserve.launch.arguments import (
     check_folder,
     check_options,
 )
-from paramserve.launch.checkpoints import Checkpoint, Path, recovery_of
+from paramserve.launch.checkpoints import (
+    Checkpoint,
+    Path,
+    as_checkpoint,
+    recovery_of,
+)
 from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import for_servers, imports, pack
 from paramserve.launch.plan import Plan
@@ -43,7 +48,7 @@ from paramserve.launch.result import Result
 from paramserve.launch.roster import OnWorkerDeath, Restart
 from paramserve.launch.running import Job
 from paramserve.launch.signals import interrupt_by_ends
-from paramserve.launch.warm_start import GivenState, GivenTables, find_tables, pack_state
+from paramserve.launch.warm_start import find_tables, pack_state
 from paramserve.logs import write_line
 from paramserve.machine import cores
 from paramserve.observe.view import Show, checked, watch
@@ -78,9 +83,6 @@ class _Arguments:
     on_worker_death: OnWorkerDeath
     timeout_s: float | None
     rules: Sequence[Callable[..., Any]]
-    save_tables: str | os.PathLike[str] | None
-    load_tables: GivenTables | None
-    load_state: GivenState | None
     checkpoint: Checkpoint | Path | None
     resume: bool | Path
     report_to: Sequence[Any]
@@ -100,9 +102,6 @@ def start(
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
-    save_tables: str | os.PathLike[str] | None = None,
-    load_tables: GivenTables | None = None,
-    load_state: GivenState | None = None,
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
     report_to: Sequence[Any] = (),
@@ -134,9 +133,6 @@ def run(
     on_worker_death: OnWorkerDeath = "stop",
     timeout_s: float | None = None,
     rules: Sequence[Callable[..., Any]] = (),
-    save_tables: str | os.PathLike[str] | None = None,
-    load_tables: GivenTables | None = None,
-    load_state: GivenState | None = None,
     checkpoint: Checkpoint | Path | None = None,
     resume: bool | Path = False,
     report_to: Sequence[Any] = (),
@@ -146,8 +142,8 @@ def run(
 
     What ends a run early keeps what it has done: an error of the run, and the `KeyboardInterrupt`
     of a Ctrl-C, have the attribute `result`, a `Result` with the values of that moment, the metrics
-    and the files of `save_tables`. It is None where the servers could not be read: the run had not
-    started, one of them has ended, or a second Ctrl-C ended everything at once.
+    and the files of `Checkpoint(save_tables=)`. It is None where the servers could not be read: the
+    run had not started, one of them has ended, or a second Ctrl-C ended everything at once.
 
     Example:
         result = ps.run(train, workers=4, servers=2, consistency=ps.Async())
@@ -169,21 +165,12 @@ def run(
         timeout_s: the whole run's; None: no limit.
         rules: classes of your own rules, policies and codecs, and functions for `damping=`, that
             the servers may run; see `ps.CustomRule`, `ps.Policy` and `ps.CustomCodec`.
-        save_tables: folder for the keyed tables at the end or at `Job.stop`, as `<name>.parquet`
-            with state, for `table.from_parquet`; None: rows end with the servers.
-        load_tables: rows that keyed tables begin with: the folder of an earlier `save_tables`, or a
-            dict of such files by table. They are there before any worker gets the table; with the
-            rule's state, if the file has that of the same rule. The workers' machines must see the
-            files. While one loads, the others wait up to `Deadlines.busy_s`.
-        load_state: what the models of `worker.optimizer` start from instead of their own values: a
-            state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
-            optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
-            shapes must be the model's. Every rank loads it, frozen
-            parameters and buffers included.
-        checkpoint: where and how often the run writes checkpoints, `ps.Checkpoint(...)` or the path
-            of a folder, or its URL, as "s3://bucket/a"; None: it writes none. The folder is this
-            run's alone. The last one is of the end of the run, where that is in order, or of
-            `Job.stop`. When a server ends, the run goes on from the newest; see `ps.Checkpoint`.
+        checkpoint: what the run saves and what it starts from, `ps.Checkpoint(...)`: where and how
+            often it writes checkpoints, values for its models, rows for its tables. The path of a
+            folder, or its URL, as "s3://bucket/a", means checkpoints there. None: it writes none
+            and starts anew. The folder is this run's alone. The last checkpoint is of the end of
+            the run, where that is in order, or of `Job.stop`. When a server ends, the run goes on
+            from the newest.
         resume: True: go on from the newest checkpoint in that folder, if there is one. A path: go
             on from the checkpoint of this path, or from the newest in this folder; there has to be
             one. Those that are damaged are left out. The values, and each rank's place, are the
@@ -199,8 +186,8 @@ def run(
     Raises:
         ValueError, TypeError: a wrong argument, a policy that cannot work with this many workers,
             or a function that cannot be pickled. Nothing was started.
-        OSError, ParamServeError: `save_tables` cannot be written to, a file of `load_tables` or
-            `load_state` cannot be read, or pyarrow is missing.
+        OSError, ParamServeError: `save_tables` of the checkpoint cannot be written to, a file of
+            its `load_tables` or `load_state` cannot be read, or pyarrow is missing.
         CheckpointError: the folder of checkpoints cannot be used, belongs to another run, or has
             something else in it; or the checkpoint to go on from is not there, damaged, or of
             another model. Nothing was loaded.
@@ -271,12 +258,13 @@ def _job(options: _Arguments) -> Job:
     limits = check_settings("limits", engine.limits, Limits)
     if isinstance(options.on_worker_death, Restart):
         check_restart(deadlines)
-    state = pack_state(options.load_state)
-    tables = find_tables(options.load_tables)
+    checkpoint = as_checkpoint(options.checkpoint)
+    state = pack_state(checkpoint.load_state) if checkpoint is not None else b""
+    tables = find_tables(checkpoint.load_tables) if checkpoint is not None else {}
     code = pack(options.train, args, kwargs, on_ray=engine.reads_refs)
-    save_tables = check_folder(options.save_tables)
+    tables_folder = check_folder(checkpoint.save_tables) if checkpoint is not None else ""
     _, _, name = getattr(options.train, "__qualname__", "run").rpartition(".")
-    recovery = recovery_of(name, options.checkpoint, options.resume)
+    recovery = recovery_of(name, checkpoint, options.resume)
     seed = recovery.seed(options.seed) if recovery is not None else options.seed
     seed = seed if seed is not None else secrets.randbits(SEED_BITS)
     threads = engine.threads_per_worker
@@ -311,7 +299,7 @@ def _job(options: _Arguments) -> Job:
     resumed = recovery is not None and recovery.resume_point is not None
     run = RunInfo(name, workers, options.servers, policy, seed, versions(), resumed)
     feed.open(run)
-    return Job(plan, engine, seed, save_tables, tuple(tables), recovery, feed, run)
+    return Job(plan, engine, seed, tables_folder, tuple(tables), recovery, feed, run)
 
 
 def _hash_seed(seed: int) -> str:

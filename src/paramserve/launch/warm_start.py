@@ -13,6 +13,7 @@ import cloudpickle
 from paramserve.checkpoint.tensors import dtype_of
 from paramserve.client.arrow import check_file, saying, table_of
 from paramserve.config import FIRST_OPTIMIZER
+from paramserve.launch.checkpoints import ModelSource, RowSource
 from paramserve.launch.reading import is_extra, table_file
 from paramserve.launch.result import Result
 
@@ -23,11 +24,8 @@ TABLES_SUFFIX = ".parquet"
 HASHED = re.compile(r"-[0-9a-f]{32}\.parquet$")
 """At the end of a file's name that has the beginning of its table's (`table_file`)."""
 
-GivenTables = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-GivenState = Result | Mapping[str, Any] | str | os.PathLike[str]
 
-
-def pack_state(states_argument: GivenState | None) -> bytes:
+def pack_state(states_argument: ModelSource | None) -> bytes:
     """What `load_state=` gives, by the name of the optimizer that it is for, in cloudpickle; empty
     for None.
 
@@ -53,7 +51,7 @@ def pack_state(states_argument: GivenState | None) -> bytes:
     return packed
 
 
-def find_tables(argument: GivenTables | None) -> dict[str, str]:
+def find_tables(argument: RowSource | None) -> dict[str, str]:
     """The files that `load_tables=` names, by table, with their whole paths.
 
     Raises:

@@ -22,6 +22,7 @@ from paramserve.cli import INTERRUPTED, main
 from paramserve.cli.paths import save
 from paramserve.errors import ParamServeError, WorkerFailed, warn_user
 from paramserve.launch import Result
+from paramserve.launch.checkpoints import Checkpoint
 
 
 def runs_to(values: dict[str, Any] | None, ended_by: type[BaseException] | None) -> Any:
@@ -255,9 +256,15 @@ def run_saving(out: Path) -> int:
     ("options", "expected"),
     [
         ([], (None, False)),
-        (["--checkpoint", "runs"], ("runs", False)),
-        (["--checkpoint", "runs", "--resume"], ("runs", True)),
+        (["--checkpoint", "runs"], (Checkpoint("runs"), False)),
+        (["--checkpoint", "runs", "--resume"], (Checkpoint("runs"), True)),
         (["--resume-from", "."], (None, ".")),
+        (["--load-tables", "."], (Checkpoint(load_tables="."), False)),
+        (["--load-state", "script.py"], (Checkpoint(load_state="script.py"), False)),
+        (
+            ["--checkpoint", "runs", "--save-tables", "out"],
+            (Checkpoint("runs", save_tables="out"), False),
+        ),
     ],
 )
 def test_options_of_checkpoints_are_those_of_run(
@@ -272,8 +279,8 @@ def test_options_of_checkpoints_are_those_of_run(
         given.update(arguments)
         return runs_to(W, None)()
 
-    script = tmp_path / "script.py"
-    script.write_text("def train(worker): ...\n")
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("def train(worker): ...\n")
     monkeypatch.setattr(launch, "run", run)
-    assert main(["run", f"{script}:train", *options]) == 0
+    assert main(["run", "script.py:train", *options]) == 0
     assert (given["checkpoint"], given["resume"]) == expected

@@ -13,6 +13,7 @@ from tests.needs import needs
 from tests.suites import each_case
 from tests.unit.checkpoint import sample
 
+import paramserve as ps
 from paramserve.checkpoint import claims
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
@@ -71,6 +72,52 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], told: s
 
 
 @each_case(
+    "option",
+    [
+        {"every_s": 5.0},
+        {"every_steps": 9},
+        {"keep": 5},
+        {"strict": True},
+        {"on_server_death": "stop"},
+    ],
+)
+def test_option_of_checkpoints_needs_their_path(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"^{name}=.* needs their folder: Checkpoint\(path, "):
+        Checkpoint(load_tables="users", **option)
+
+
+def test_checkpoint_without_anything_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs a path .* or load_state=, load_tables= or"):
+        Checkpoint()
+
+
+@each_case("resume", [False, True])
+def test_checkpoint_without_a_path_is_no_folder_to_write_to(
+    resume: bool, write: Callable[..., str], tmp_path: Path
+) -> None:
+    """Of one to go on from the path is given by `resume`."""
+    values = Checkpoint(save_tables=tmp_path / "tables")
+    recovery = recovery_of("train", values, write("before", 1) if resume else False)
+    assert (recovery is not None) is resume
+    if recovery is not None:
+        assert name_of(recovery) == "step-1"
+        assert recovery.plan(7).folder == ""
+    assert not (tmp_path / "tables").exists()
+
+
+def test_values_of_a_model_are_not_in_the_text_of_a_checkpoint() -> None:
+    assert "load_state" not in repr(Checkpoint(load_state={"w": [1.0] * 1000}))
+
+
+@each_case("name", ["load_state", "load_tables", "save_tables"])
+def test_served_cluster_loads_and_saves_no_files_besides_checkpoints(name: str) -> None:
+    checkpoint = Checkpoint("runs", **{name: "here"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"^{name}= of Checkpoint is for ps.run and ps.start"):
+        ps.serve("127.0.0.1:0", token_file="missing", checkpoint=checkpoint)
+
+
+@each_case(
     ("options", "every"),
     [({}, (60.0, 0)), ({"every_steps": 9}, (0.0, 9)), ({"every_s": 5, "every_steps": 9}, (5.0, 9))],
 )
@@ -90,7 +137,8 @@ def test_run_without_any_of_it_has_no_recovery() -> None:
 @each_case(
     ("arguments", "told"),
     [
-        ((None, True), "resume=True goes on from the newest checkpoint of checkpoint="),
+        ((None, True), "resume=True goes on from the newest checkpoint .* which has none"),
+        ((Checkpoint(save_tables="a"), True), "resume=True goes on from .* which has none"),
         ((None, 3), "resume must be the path of a folder, not 3"),
         ((3, False), "path of Checkpoint must be the path of a folder"),
     ],

@@ -104,15 +104,16 @@ def test_start_save_tables_that_is_no_folder_is_refused(
     needs("pyarrow")
     told = "save_tables must be" if path == 7 else "save_tables cannot write to .*file.*To fix: "
     with pytest.raises(error, match=told):
-        ps.start(train, engine=NeverOpens(), save_tables=path)
+        ps.start(train, engine=NeverOpens(), checkpoint=ps.Checkpoint(save_tables=path))
 
 
 def test_start_save_tables_without_pyarrow_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    checkpoint = ps.Checkpoint(save_tables=tmp_path / "tables")
     with pytest.raises(ps.ParamServeError, match=r"pip install 'paramserve\[arrow\]'"):
-        ps.start(train, engine=NeverOpens(), save_tables=tmp_path / "tables")
+        ps.start(train, engine=NeverOpens(), checkpoint=checkpoint)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,6 +167,10 @@ BEGINS: dict[str, Callable[..., object]] = {
             ),
             ("deadlines", "engine=ps.Local(deadlines=...), or ps.OnRay(...)", "run start Cluster"),
             ("limits", "engine=ps.Local(limits=...), or ps.OnRay(...)", "run start Cluster"),
+            *(
+                (name, f"checkpoint=ps.Checkpoint({name}=...)", "run start")
+                for name in ("load_state", "load_tables", "save_tables")
+            ),
             ("show_rank", "engine=ps.Local(show_rank=...)", "run start"),
             (
                 "threads_per_worker",
