@@ -28,7 +28,7 @@ from torch import nn
 import paramserve as ps
 from paramserve.observe.metrics import Monotonic
 from paramserve.observe.status import GroupStatus, RunStatus, ServerLoad, Staleness, WorkerLoad
-from paramserve.reporters import Prometheus, RunInfo
+from paramserve.reporters import Prometheus, Report, RunInfo
 
 WORKERS, LOG_EVERY, SCRAPES, MANY = 2, 10, 200, 64
 
@@ -102,7 +102,7 @@ def scrape_s() -> list[float]:
     )
     reporter = Prometheus(port=0)
     reporter.open(RunInfo("train", MANY, 8, "Async()", 1))
-    reporter.report(ps.Report(status, Monotonic().samples(status), []))
+    reporter.report(Report(status, Monotonic().samples(status), []))
     took = []
     try:
         for _ in range(SCRAPES):

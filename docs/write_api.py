@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ INTRODUCTION = """\
 
 Written from the docstrings by `python docs/write_api.py`; `help(ps.run)` prints the same. The index
 has every public name of `import paramserve as ps` with one line. The name leads to the whole:
-signature, arguments, promises and errors.
+signature, arguments, promises and errors. A name that begins with a module is imported from it:
+`consistency.Admit` by `from paramserve.consistency import Admit`.
 
 ## Index
 """
@@ -128,6 +130,11 @@ def public_names() -> list[Name]:
             thing = getattr(module, name)
             defined_in = thing.__name__ if inspect.ismodule(thing) else thing.__module__
             found.append(Name(f"{prefix}.{name}", thing, defined_in.split(".")[1]))
+    for module, names in paramserve._BESIDE.items():
+        for name in names.split():
+            if module != "observe":  # whose names are above
+                thing = getattr(import_module(f"paramserve.{module}"), name)
+                found.append(Name(f"{module}.{name}", thing, module))
     found += [
         Name(f"ps.errors.{name}", kind, "errors")
         for name, kind in errors.KINDS.items()

@@ -18,6 +18,7 @@ import numpy as np
 import paramserve as ps
 from arguments import count
 from engines import ENGINES, engine_of
+from paramserve.consistency import Admit, Apply, Drop, GroupView, Pull, Push, Wait
 
 GOAL = np.arange(8.0)
 BATCH = 16
@@ -31,15 +32,15 @@ class IgnoreStragglers(ps.Policy):
     bound: int = 2
     ignored: int = 1
 
-    def on_push(self, push: ps.Push, group: ps.GroupView) -> ps.Apply | ps.Drop:
+    def on_push(self, push: Push, group: GroupView) -> Apply | Drop:
         fastest = max(group.clocks.values(), default=0)
         late = fastest - push.clock > self.bound + 1
-        return ps.Drop() if late else ps.Apply(push.factor)
+        return Drop() if late else Apply(push.factor)
 
-    def on_pull(self, pull: ps.Pull, group: ps.GroupView) -> ps.Admit | ps.Wait:
+    def on_pull(self, pull: Pull, group: GroupView) -> Admit | Wait:
         needed = pull.clock - self.bound
         behind = tuple(rank for rank, clock in group.clocks.items() if clock < needed)
-        return ps.Wait(behind) if len(behind) > self.ignored else ps.Admit()
+        return Wait(behind) if len(behind) > self.ignored else Admit()
 
 
 def train(worker: ps.Worker, seconds: float, pauses_s: Sequence[float]) -> int:

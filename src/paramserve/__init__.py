@@ -35,15 +35,7 @@ if TYPE_CHECKING:
     from paramserve.config import TLS as TLS
     from paramserve.config import Deadlines as Deadlines
     from paramserve.config import Limits as Limits
-    from paramserve.consistency.base import Admit as Admit
-    from paramserve.consistency.base import Apply as Apply
-    from paramserve.consistency.base import Buffer as Buffer
-    from paramserve.consistency.base import Drop as Drop
-    from paramserve.consistency.base import GroupView as GroupView
     from paramserve.consistency.base import Policy as Policy
-    from paramserve.consistency.base import Pull as Pull
-    from paramserve.consistency.base import Push as Push
-    from paramserve.consistency.base import Wait as Wait
     from paramserve.consistency.built_in import Adaptive as Adaptive
     from paramserve.consistency.built_in import Async as Async
     from paramserve.consistency.built_in import AsyncLocalSteps as AsyncLocalSteps
@@ -83,17 +75,11 @@ if TYPE_CHECKING:
     from paramserve.launch.running import SavedCheckpoint as SavedCheckpoint
     from paramserve.launch.serve import serve as serve
     from paramserve.launch.working import work as work
-    from paramserve.logs import JSONFormatter as JSONFormatter
-    from paramserve.observe.checkpoints import Rollback as Rollback
-    from paramserve.observe.history import StepRecord as StepRecord
     from paramserve.reporters import CSV as CSV
     from paramserve.reporters import HTML as HTML
     from paramserve.reporters import MLflow as MLflow
     from paramserve.reporters import Prometheus as Prometheus
     from paramserve.reporters import RayMetrics as RayMetrics
-    from paramserve.reporters import Report as Report
-    from paramserve.reporters import Reporter as Reporter
-    from paramserve.reporters import RunInfo as RunInfo
     from paramserve.reporters import TensorBoard as TensorBoard
     from paramserve.reporters import WandB as WandB
     from paramserve.rules.adadelta import Adadelta as Adadelta
@@ -102,7 +88,6 @@ if TYPE_CHECKING:
     from paramserve.rules.adam import Adam as Adam
     from paramserve.rules.adamax import Adamax as Adamax
     from paramserve.rules.add import Add as Add
-    from paramserve.rules.base import PushInfo as PushInfo
     from paramserve.rules.custom import CustomRule as CustomRule
     from paramserve.rules.delayed_nesterov import DelayedNesterov as DelayedNesterov
     from paramserve.rules.ftrl import FTRL as FTRL
@@ -118,12 +103,9 @@ _NAMES = {
     "launch.result": "Result Restarted",
     "launch.checkpoints": "Checkpoint",
     "launch.running": "SavedCheckpoint",
-    "observe.checkpoints": "Rollback",
     "launch.reading": "Snapshot",
-    "observe.history": "StepRecord",
-    "reporters": "CSV HTML TensorBoard Prometheus RayMetrics WandB MLflow Reporter Report RunInfo",
+    "reporters": "CSV HTML TensorBoard Prometheus RayMetrics WandB MLflow",
     "worker": "Worker",
-    "logs": "JSONFormatter",
     "launch.cluster": "Cluster",
     "client": "Client Ticket Table TablePush",
     "client.string_keys": "keys_of",
@@ -133,7 +115,7 @@ _NAMES = {
         "AsyncLocalSteps ElasticAverage "
         "Adaptive Inverse Exponential Polynomial"
     ),
-    "consistency.base": "Policy GroupView Push Pull Apply Buffer Drop Admit Wait",
+    "consistency.base": "Policy",
     "rules.add": "Add",
     "rules.sgd": "SGD",
     "rules.adam": "Adam",
@@ -147,7 +129,6 @@ _NAMES = {
     "rules.adagrad": "Adagrad RowAdagrad",
     "rules.delayed_nesterov": "DelayedNesterov",
     "rules.ftrl": "FTRL",
-    "rules.base": "PushInfo",
     "codecs": (
         "BFloat16 Float16 Int8 Int4 Int2 Sign TopK RandomK PowerSGD Delta CustomCodec Feedback"
     ),
@@ -161,6 +142,15 @@ _NAMES = {
     "errors": "ParamServeError",
 }
 """The public names by module. `__all__` has their order."""
+_BESIDE = {
+    "consistency": "GroupView Push Pull Apply Buffer Drop Admit Wait",
+    "rules": "PushInfo",
+    "reporters": "Reporter Report RunInfo",
+    "observe": "StepRecord Rollback",
+    "logs": "JSONFormatter",
+}
+"""Public names that are imported from their module: for authors of policies, rules and reporters,
+and for the types of what a result has."""
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 _MODULES = ("Embedding", "EmbeddingBag", "from_embedding")
@@ -181,14 +171,17 @@ def __getattr__(name: str) -> Any:
     elif name in _WHERE:
         value = getattr(import_module(f"paramserve.{_WHERE[name]}"), name)
     else:
-        told = f"module 'paramserve' has no attribute {name!r}"
+        message = f"module 'paramserve' has no attribute {name!r}"
         if name in _MODULES:
-            told += f": it is ps.pytorch.{name}"
+            message += f": it is ps.pytorch.{name}"
         else:
             from paramserve.errors import KINDS
 
-            told += f": it is ps.errors.{name}" if name in KINDS else ""
-        raise AttributeError(told, name=name, obj=import_module(__name__))
+            message += f": it is ps.errors.{name}" if name in KINDS else ""
+            for module, names in _BESIDE.items():
+                if name in names.split():
+                    message += f": write `from paramserve.{module} import {name}`"
+        raise AttributeError(message, name=name, obj=import_module(__name__))
     globals()[name] = value
     return value
 

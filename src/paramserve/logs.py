@@ -121,8 +121,10 @@ class JSONFormatter(logging.Formatter):
     An object has `time` (UTC, ISO 8601), `level`, `role`, `event`, what the event is about (`rank`,
     `client`, `server`, `address` and others), `message`, and with an exception its `traceback`:
 
+        from paramserve.logs import JSONFormatter
+
         handler = logging.StreamHandler()
-        handler.setFormatter(ps.JSONFormatter(role="worker", rank=3))
+        handler.setFormatter(JSONFormatter(role="worker", rank=3))
         logging.getLogger("paramserve").addHandler(handler)
 
     `paramserve serve --log json` does so by itself.

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 from tests.suites import each_case
@@ -16,6 +17,7 @@ from paramserve import errors
 from paramserve.codecs.base import Codec
 from paramserve.codecs.sparse import Sparse
 from paramserve.consistency.base import Policy
+from paramserve.reporters import Reporter
 from paramserve.rules.base import RowRule, Rule
 from paramserve.rules.built_in import BuiltIn
 
@@ -24,8 +26,8 @@ EXPECTED = {
     *("run", "start", "Job", "Result", "Worker", "Cluster", "Client", "Ticket"),
     *("Sync", "Async", "Add", "SGD", "Adam", "Local", "ParamServeError", "Snapshot"),
     *("Deadlines", "Limits", "BoundedStaleness", "DelayCompensated", "Buffered", "LocalSteps"),
-    *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "GroupView"),
-    *("Push", "Pull", "Apply", "Buffer", "Drop", "Admit", "Wait", "Table", "TablePush"),
+    *("ElasticAverage", "Adaptive", "Inverse", "Exponential", "Polynomial", "Policy", "Table"),
+    *("TablePush", "Checkpoint", "Restart", "CustomRule", "CustomCodec"),
     *("Adagrad", "RowAdagrad", "FTRL", "Uniform", "Normal", "Constant", "Zeros"),
     *("MinCount", "TTL", "LRU", "pytorch"),
 }
@@ -34,9 +36,12 @@ CLIENT = {
     *("table", "tables", "push_tables", "prefetch_tables", "set_consistency", "rest", "enter"),
     *("drain", "close", "closed", "timeout_s", "rank"),
 }
+NAMES_MAX = 85
+"""Of `paramserve` itself: what is written in ordinary programs."""
+BESIDE = [(module, name) for module, names in paramserve._BESIDE.items() for name in names.split()]
 ARGUMENTS_MAX = 15
 """Of `run`, with `train`."""
-CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse, paramserve.Reporter)
+CONTRACTS = (Rule, RowRule, BuiltIn, Policy, Codec, Sparse, Reporter)
 """A method may be documented where its contract is."""
 
 
@@ -58,6 +63,16 @@ def test_all_lists_every_public_name_once() -> None:
     assert len(listed) == len(set(listed))
     assert all(hasattr(paramserve, name) for name in listed)
     assert set(listed) >= EXPECTED
+    assert len(listed) <= NAMES_MAX
+
+
+@each_case(("module", "name"), BESIDE)
+def test_name_beside_is_imported_from_its_module_alone(module: str, name: str) -> None:
+    check_documented(f"{module}.{name}", getattr(import_module(f"paramserve.{module}"), name))
+    assert name not in paramserve.__all__
+    line = f"from paramserve.{module} import {name}"
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': write `{line}`$"):
+        getattr(paramserve, name)
 
 
 @each_case("begin", [paramserve.run, paramserve.start])
@@ -72,7 +87,10 @@ def test_client_has_what_users_call_and_its_parts_have_the_rest() -> None:
 
 @each_case("name", getattr(paramserve, "__all__", []))
 def test_public_name_is_documented(name: str) -> None:
-    thing = getattr(paramserve, name)
+    check_documented(name, getattr(paramserve, name))
+
+
+def check_documented(name: str, thing: object) -> None:
     if not callable(thing):
         return
     assert written(thing), f"paramserve.{name} has no docstring"

@@ -16,7 +16,9 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
 
 import paramserve as ps
+from paramserve.consistency import Drop, GroupView, Push
 from paramserve.errors import UnknownName
+from paramserve.reporters import Report, Reporter
 
 
 def adds_one(worker: ps.Worker, factors: Sequence[float] = (1.0, 1.0)) -> None:
@@ -158,8 +160,8 @@ def test_warning_of_a_run_that_trains_nothing_leaves_it_its_result(
 
 @dataclass(frozen=True)
 class DropsAll(ps.Policy):
-    def on_push(self, push: ps.Push, group: ps.GroupView) -> ps.Drop:
-        return ps.Drop()
+    def on_push(self, push: Push, group: GroupView) -> Drop:
+        return Drop()
 
 
 def test_run_whose_policy_drops_every_gradient_warns_with_numbers() -> None:
@@ -209,8 +211,8 @@ def logs_twice(worker: ps.Worker) -> None:
 def test_reporters_have_all_that_was_logged_and_one_that_raises_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    class Raises(ps.Reporter):
-        def report(self, report: ps.Report) -> None:
+    class Raises(Reporter):
+        def report(self, report: Report) -> None:
             raise ValueError("no room")
 
     reporters = [Raises(), ps.CSV(tmp_path / "log.csv")]

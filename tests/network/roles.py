@@ -25,6 +25,7 @@ from paramserve.client import BlockPush, Client, Connection
 from paramserve.core.partition import Block
 from paramserve.errors import ParamServeError, PushTimeout, RankTaken
 from paramserve.launch.overview import Overview
+from paramserve.rules import PushInfo
 from paramserve.rules.add import Add
 from paramserve.transport.auth import credentials_of
 from paramserve_testing import Counting, Pushed
@@ -39,7 +40,7 @@ FRAME_BYTES_MAX = 2048
 class Doubled(ps.CustomRule):
     """A rule of a user's own."""
 
-    def update(self, value: Any, gradient: Any, state: Any, push: ps.PushInfo) -> None:
+    def update(self, value: Any, gradient: Any, state: Any, push: PushInfo) -> None:
         value += 2.0 * gradient
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-import paramserve as ps
 from paramserve import logs
 from paramserve.cluster_log import STATES, ClusterLog
 from paramserve.config import ConsistencySpec
 from paramserve.core.membership import ServerEntry
-from paramserve.logs import EVENTS, event
+from paramserve.logs import EVENTS, JSONFormatter, event
 from paramserve.messages import GroupPolicy, GroupReport, Member, Members, ServerBeat
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ def line(level: int, message: str, *args: Any, **options: Any) -> dict[str, Any]
             lines.append(self.format(record))
 
     handler = Keeps()
-    handler.setFormatter(ps.JSONFormatter("server", host="a"))
+    handler.setFormatter(JSONFormatter("server", host="a"))
     logger.addHandler(handler)
     logger.log(level, message, *args, **options)
     (text,) = lines
@@ -42,7 +41,7 @@ def line(level: int, message: str, *args: Any, **options: Any) -> dict[str, Any]
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    formatter = ps.JSONFormatter("server")
+    formatter = JSONFormatter("server")
     return [json.loads(formatter.format(record)) for record in caplog.records]
 
 

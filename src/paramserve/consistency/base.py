@@ -140,7 +140,7 @@ class Policy:
 
     A subclass is a frozen dataclass whose fields are numbers, texts, bools or objects like these.
     It defines what differs. A shard asks for each request; the methods must be fast, and must not
-    keep or change what they are given.
+    keep or change what they are given. Their arguments and answers are in `paramserve.consistency`.
 
     Attributes:
         collects: gradients are kept, unapplied, until `on_clock` admits their clock; then their

@@ -585,7 +585,7 @@ def _warn_if_unapplied(name: str, group: GroupStatus) -> None:
         _warn(
             f"no gradient of {ranks(sorted(dropped))} to group {name!r} was applied: "
             f"{group.policy} dropped all {sum(dropped.values())} as too late or too stale. To fix: "
-            "raise drop_after of ps.Async, or let on_push of your own policy return ps.Apply(...)"
+            "raise drop_after of ps.Async, or let on_push of your own policy return Apply(...)"
         )
 
 

@@ -178,7 +178,7 @@ def run(
         report_to: reporters, which get what workers log and the run's metrics, once a second:
             `ps.TensorBoard("runs/a")`, `ps.Prometheus(port=9464)`, `ps.WandB(...)`,
             `ps.MLflow(...)`, `ps.CSV(path)`, `ps.HTML("runs/a")`, `ps.RayMetrics()`, or your own,
-            see `ps.Reporter`.
+            see `paramserve.reporters.Reporter`.
         show: how far the run is, on standard error and each second: "table", with a row for each
             worker and server; "line"; or "none". Elsewhere than on a terminal and in a notebook the
             first two are a new line each second. None: a table on a terminal and in a notebook, and

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paramserve.observe.checkpoints import CheckpointStatus
+from paramserve.observe.checkpoints import CheckpointStatus, Rollback
+from paramserve.observe.history import StepRecord
 from paramserve.observe.progress import Progress
 from paramserve.observe.status import (
     GroupStatus,
@@ -28,4 +29,6 @@ __all__ = [
     "WorkerLoad",
     "ServerLoad",
     "CheckpointStatus",
+    "Rollback",
+    "StepRecord",
 ]

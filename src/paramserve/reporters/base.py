@@ -95,7 +95,9 @@ class Reporter(ABC):
     raises is told of once and called no more; training goes on.
 
     Example:
-        class Printed(ps.Reporter):
+        from paramserve.reporters import Reporter
+
+        class Printed(Reporter):
             def report(self, report):
                 print(report.step, report.status.metrics)
 
