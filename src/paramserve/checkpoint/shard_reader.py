@@ -32,6 +32,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord
 from paramserve.core.decisions import LEAD
+from paramserve.core.group_members import JoinedBy
 from paramserve.core.membership import DEAD, LEFT
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.admission import Waiting
@@ -233,7 +234,8 @@ class LoadedShard:
 
 
 def _frontier(group: GroupRecord, workers: int) -> int:
-    return max(group.committed, *(clock for rank, clock in group.clocks if rank < workers), 0)
+    clocks = group.members.clocks
+    return max(group.committed, *(clocks[rank] for rank in clocks if rank < workers), 0)
 
 
 def _group(
@@ -248,17 +250,18 @@ def _group(
     """
     every = [next(each for each in one.groups if each.id == number) for one in records]
     lead = every[LEAD]
-    lead = structs.replace(lead, members=_members(lead, records[LEAD].members, workers))
+    joined = _joined(lead, records[LEAD].members, workers)
     if len(records) == shards:
-        return structs.replace(every[shard], members=lead.members)
+        own = every[shard]
+        return structs.replace(own, members=structs.replace(own.members, joined=joined))
     clocks, ahead = dict[int, int](), dict[int, int]()
     for each in every:
-        for rank, clock in each.clocks:
+        for rank, clock in each.members.clocks.items():
             clocks[rank] = max(clocks.get(rank, 0), clock)
         ahead |= each.ahead
     return structs.replace(
         lead,
-        clocks=tuple(sorted(clocks.items())),
+        members=structs.replace(lead.members, joined=joined, clocks=clocks),
         ahead=tuple(sorted(ahead.items())),
         buffered=max(each.buffered for each in every),
         large=any(each.large for each in every),
@@ -266,14 +269,12 @@ def _group(
     )
 
 
-def _members(
-    lead: GroupRecord, decided: Sequence[Member], workers: int
-) -> tuple[tuple[int, int, int, int], ...]:
+def _joined(lead: GroupRecord, decided: Sequence[Member], workers: int) -> dict[int, JoinedBy]:
     """The members as of a run that begins: besides those of the cut, the ranks that had ended then
     or were not there."""
-    present = [policy for clock, policy in lead.policies if clock <= lead.slowest][-1]
-    start = max(lead.slowest, lead.committed) if present.collects else lead.slowest
+    slowest = lead.members.slowest
+    present = [policy for clock, policy in lead.policies if clock <= slowest][-1]
+    start = max(slowest, lead.committed) if present.collects else slowest
     going = {each.rank for each in decided if each.state not in (LEFT, DEAD)}
-    members = {rank: (rank, 0, 0, start) for rank in range(workers) if rank not in going}
-    members |= {each[0]: each for each in lead.members}
-    return tuple(each for _, each in sorted(members.items()))
+    begin = {rank: JoinedBy(0, 0, start) for rank in range(workers) if rank not in going}
+    return begin | lead.members.joined

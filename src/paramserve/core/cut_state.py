@@ -12,6 +12,7 @@ from msgspec import Struct
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.registry import spec
 from paramserve.core.group import GroupMachine
+from paramserve.core.group_members import MembersRecord
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.messages import Done, GroupPolicy, Refused, SavedAt
 
@@ -23,8 +24,6 @@ class GroupRecord(Struct, frozen=True):
         committed: the first clock that is not committed.
         policies: (first clock, policy), in order; `changes`: what the clients were told of them.
         changing: a change that the lead was asked for and that is not decided: (number, policy).
-        members: (rank, client, number of its request, clock).
-        clocks: (rank, steps that it has finished), of all that were ever waited for.
         staleness: (rank, pushes, total, largest).
         marks: (client, lease, samples): how much of its leased samples is in the values.
         notes: (rank, clock, note).
@@ -42,9 +41,7 @@ class GroupRecord(Struct, frozen=True):
     policies: tuple[tuple[int, ConsistencySpec], ...]
     changes: tuple[GroupPolicy, ...]
     changing: tuple[int, ConsistencySpec] | None
-    members: tuple[tuple[int, int, int, int], ...]
-    clocks: tuple[tuple[int, int], ...]
-    slowest: int
+    members: MembersRecord
     staleness: tuple[tuple[int, int, int, int], ...]
     skipped: int
     dropped: tuple[tuple[int, int], ...]
@@ -85,7 +82,7 @@ def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupR
     Args:
         unfinished: by rank, the clock of a step that is in the values, of a call that is not over.
     """
-    state, members, changing = machine.state, machine.state.members, machine.policies.changing
+    state, changing = machine.state, machine.policies.changing
     changes = state.changes
     failure = state.unapplied
     undecided = changing is not None and changing.decided is None
@@ -97,9 +94,7 @@ def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupR
         tuple((each.clock, spec(each.policy)) for each in (changes.first, *changes.later)),
         tuple(changes.history),
         (changing.number, changing.policy) if changing is not None and undecided else None,
-        tuple((rank, *by) for rank, by in sorted(members.joined.items())),
-        tuple(sorted(members.every_clock().items())),
-        members.slowest,
+        state.members.record(),
         tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(state.staleness.items())),
         state.skipped,
         tuple(sorted(state.dropped.items())),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
+
 
 class JoinedBy(NamedTuple):
     """How a rank became a member."""
@@ -15,6 +17,20 @@ class JoinedBy(NamedTuple):
     """Of the client's request by which it has joined, the same on all shards."""
     clock: int
     """Where it began."""
+
+
+class MembersRecord(Struct, frozen=True):
+    """The members of a group on one shard, as of one moment.
+
+    Attributes:
+        joined: the members, by rank.
+        clocks: by rank, the steps finished of all that are waited for, or were.
+        slowest: the smallest clock of those that are waited for.
+    """
+
+    joined: dict[int, JoinedBy]
+    clocks: dict[int, int]
+    slowest: int
 
 
 class GroupMembers:
@@ -61,14 +77,19 @@ class GroupMembers:
         self.joined = joined
         self._recount(start, new)
 
-    def restore(
-        self, joined: Mapping[int, JoinedBy], clocks: Mapping[int, int], slowest: int
-    ) -> None:
+    def record(self) -> MembersRecord:
+        """The members and clocks as they are now."""
+        return MembersRecord(
+            dict(self.joined), {**self._former_clocks, **self.clocks}, self.slowest
+        )
+
+    def restore(self, record: MembersRecord) -> None:
         """Take over members and clocks of before; ranks that are not live may come back. The
         members may be those of the lead, whose last decision had not come here: no member is behind
         the clock at which it began."""
-        self.joined, self.slowest = joined, slowest
-        self.clocks, self._former_clocks = {}, dict(clocks)
+        joined = record.joined
+        self.joined, self.slowest = joined, record.slowest
+        self.clocks, self._former_clocks = {}, dict(record.clocks)
         self._passed = {rank: by.clock for rank, by in joined.items() if by.clock}
         self._recount(0, {rank: by.clock for rank, by in joined.items()})
 
@@ -129,10 +150,6 @@ class GroupMembers:
     def passed(self) -> tuple[tuple[int, int], ...]:
         """(rank, clocks) of each rank that has begun or come back at a later clock than its own."""
         return tuple(sorted(self._passed.items()))
-
-    def every_clock(self) -> dict[int, int]:
-        """The clocks of all that are waited for, or were."""
-        return {**self._former_clocks, **self.clocks}
 
     def fastest(self) -> int:
         """The largest clock, also of ranks that are not waited for any more."""

@@ -21,7 +21,6 @@ from paramserve.core import differences
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord
 from paramserve.core.group import GroupMachine
-from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import Staleness
 from paramserve.core.policy_changes import Changing
 from paramserve.core.policy_epochs import epoch_from
@@ -236,8 +235,7 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
         machine.policies.changing = _changing(record, shard.shards)
     state.now = now
     state.version, state.committed = record.version, record.committed
-    joined = {rank: JoinedBy(*by) for rank, *by in record.members}
-    state.members.restore(joined, dict(record.clocks), record.slowest)
+    state.members.restore(record.members)
     state.staleness = {rank: Staleness(*each) for rank, *each in record.staleness}
     state.skipped, state.dropped = record.skipped, dict(record.dropped)
     state.marks = {client: (lease, samples) for client, lease, samples in record.marks}

@@ -229,9 +229,8 @@ def _clock_of(saved: Checkpoint, spec: BlockSpec) -> int:
     """The clock of a table, from which its TTL counts."""
     records = shard_records(saved)
     used = [each.clock for one in records for each in one.tables if each.spec == spec]
-    return max(
-        *used, *(each.slowest for one in records for each in one.groups if each.id == spec.group)
-    )
+    groups = [each for one in records for each in one.groups if each.id == spec.group]
+    return max(*used, *(each.members.slowest for each in groups))
 
 
 def _records(part: Columns, dtype: str, clock: int | None) -> Records:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paramserve.core.group_members import GroupMembers, JoinedBy
+from paramserve.core.group_members import GroupMembers, JoinedBy, MembersRecord
 
 
 def test_member_that_only_the_lead_knew_of_begins_where_it_joined() -> None:
     members = GroupMembers((0, 1, 2), [0, 2])
     joined = {0: JoinedBy(9, 5, 7), 2: JoinedBy(0, 0, 0)}
-    members.restore(joined, {0: 4, 1: 7, 2: 8}, 4)
+    members.restore(MembersRecord(joined, {0: 4, 1: 7, 2: 8}, 4))
     assert members.clocks == {0: 7, 2: 8}
     assert members.slowest == 7
     assert members.left() == ((1, 7),)
@@ -26,5 +26,5 @@ def test_clocks_that_a_rank_passed_over_are_told_also_behind_a_checkpoint() -> N
     members.update([0, 1, 2], 4)
     assert members.passed() == ((1, 4), (2, 4))
     again = GroupMembers((0, 1), [0, 1])
-    again.restore(members.joined, members.every_clock(), members.slowest)
+    again.restore(members.record())
     assert again.passed() == ((2, 4),), "but for who came back: that is in no checkpoint"
