@@ -184,7 +184,7 @@ class LoadedShard:
         return {
             number: max(_frontier(each, workers) for each in every)
             for number, every in by_group.items()
-            if all(each.policies[-1][1] == policy and not each.changing for each in every)
+            if all(each.changes.policies[-1][1] == policy and not each.changing for each in every)
         }
 
     def sums_of(self, group: int, blocks: Mapping[int, ShardBlock | KeyedBlock]) -> Sums:
@@ -273,7 +273,7 @@ def _joined(lead: GroupRecord, decided: Sequence[Member], workers: int) -> dict[
     """The members as of a run that begins: besides those of the cut, the ranks that had ended then
     or were not there."""
     slowest = lead.members.slowest
-    present = [policy for clock, policy in lead.policies if clock <= slowest][-1]
+    present = [policy for clock, policy in lead.changes.policies if clock <= slowest][-1]
     start = max(slowest, lead.committed) if present.collects else slowest
     going = {each.rank for each in decided if each.state not in (LEFT, DEAD)}
     begin = {rank: JoinedBy(0, 0, start) for rank in range(workers) if rank not in going}

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from paramserve.config import ConsistencySpec
-from paramserve.consistency.registry import spec
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import MembersRecord
+from paramserve.core.policy_epochs import ChangesRecord
 from paramserve.core.shard_sessions import ShardSession
-from paramserve.messages import Done, GroupPolicy, Refused, SavedAt
+from paramserve.messages import Done, Refused, SavedAt
 
 
 class GroupRecord(Struct, frozen=True):
@@ -22,8 +22,7 @@ class GroupRecord(Struct, frozen=True):
 
     Attributes:
         committed: the first clock that is not committed.
-        policies: (first clock, policy), in order; `changes`: what the clients were told of them.
-        changing: a change that the lead was asked for and that is not decided: (number, policy).
+        changing: what `PolicyAgreement.record` gave.
         staleness: (rank, pushes, total, largest).
         marks: (client, lease, samples): how much of its leased samples is in the values.
         notes: (rank, clock, note).
@@ -38,8 +37,7 @@ class GroupRecord(Struct, frozen=True):
     name: str
     version: int
     committed: int
-    policies: tuple[tuple[int, ConsistencySpec], ...]
-    changes: tuple[GroupPolicy, ...]
+    changes: ChangesRecord
     changing: tuple[int, ConsistencySpec] | None
     members: MembersRecord
     staleness: tuple[tuple[int, int, int, int], ...]
@@ -82,18 +80,14 @@ def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupR
     Args:
         unfinished: by rank, the clock of a step that is in the values, of a call that is not over.
     """
-    state, changing = machine.state, machine.policies.changing
-    changes = state.changes
-    failure = state.unapplied
-    undecided = changing is not None and changing.decided is None
+    state, failure = machine.state, machine.state.unapplied
     return GroupRecord(
         state.id,
         state.name,
         state.version,
         state.committed,
-        tuple((each.clock, spec(each.policy)) for each in (changes.first, *changes.later)),
-        tuple(changes.history),
-        (changing.number, changing.policy) if changing is not None and undecided else None,
+        state.changes.record(),
+        machine.policies.record(),
         state.members.record(),
         tuple((r, s.pushes, s.total, s.largest) for r, s in sorted(state.staleness.items())),
         state.skipped,

@@ -17,13 +17,14 @@ from typing import Any
 
 from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
+from paramserve.consistency.built_in import OWN_STEPS, Async
 from paramserve.consistency.registry import build as build_policy
-from paramserve.consistency.registry import check_table_policy
-from paramserve.core import policy_calls
+from paramserve.consistency.registry import check_table_policy, is_for_tables, spec
+from paramserve.core import differences, policy_calls
 from paramserve.core.decisions import LEAD, DecisionLog
 from paramserve.core.events import GroupEffect, Send
 from paramserve.core.group_state import GroupState
-from paramserve.errors import ParamServeError, ProtocolError, UnknownRule
+from paramserve.errors import CheckpointError, ParamServeError, ProtocolError, UnknownRule
 from paramserve.messages import GroupPolicy, Pause, Paused, SetPolicy, Switch
 
 
@@ -111,6 +112,49 @@ class PolicyAgreement:
             self.changing = Changing(number, message.policy, self._shards)
             self.begin()
 
+    def record(self) -> tuple[int, ConsistencySpec] | None:
+        """The change that the lead was asked for and that is not decided: its number and policy."""
+        changing = self.changing
+        undecided = changing is not None and changing.decided is None
+        return (changing.number, changing.policy) if changing is not None and undecided else None
+
+    def restore(self, undecided: tuple[int, ConsistencySpec] | None) -> None:
+        """On the lead, know a change of before that `begin` is to begin anew, or the last one that
+        was decided."""
+        newest = self._state.changes.change
+        if not self._decisions.leads:
+            return
+        if undecided is not None:
+            self.changing = Changing(*undecided, self._shards)
+        elif newest is not None:
+            self.changing = Changing(newest.number, newest.policy, self._shards, decided=newest)
+
+    def replace_cluster_policy(self, policy: Policy, clock: int | None) -> None:
+        """Go by the cluster's policy, which has changed since the checkpoint, as if that had been
+        decided at the cut. What held before is told as a change, too: a client takes what was not
+        changed for the cluster's policy of now.
+
+        Args:
+            clock: the first that no worker has executed, the same for all shards; None: the group's
+                policy was changed while the run went on, and stays so.
+        Raises:
+            CheckpointError: workers would have to step otherwise. The group is not to be used.
+        """
+        state, changes = self._state, self._state.changes
+        if any(each.spec.consistency is not None for each in state.blocks.values()):
+            return
+        changes.tell_first(state.id)
+        if clock is None:
+            return
+        table = state.table.spec.table if state.table is not None else None
+        if table is not None and not is_for_tables(spec(policy), table.dtype):
+            policy = Async()
+        _check_replaceable(state.name, changes.newest.policy, policy)
+        change = GroupPolicy(state.id, changes.number + 1, clock, spec(policy))
+        changes.take(change, policy)
+        state.settle()
+        self.restore(None)
+
     def begin(self) -> None:
         """On the lead, have all shards pause for a change that is not decided, if there is one."""
         if self.changing is not None and self.changing.decided is None:
@@ -157,12 +201,12 @@ class PolicyAgreement:
         Raises:
             ProtocolError: it cannot be built here: no lead has checked it.
         """
-        spec = switch.change.policy
+        described = switch.change.policy
         try:
-            return build_policy(spec, self._policies)
+            return build_policy(described, self._policies)
         except (ParamServeError, ValueError, TypeError) as error:
             raise ProtocolError(
-                f"a switch of group {self._state.name!r} to {spec.name} was refused: {error}",
+                f"a switch of group {self._state.name!r} to {described.name} was refused: {error}",
                 fix="run the same version on all sides",
             ) from error
 
@@ -178,3 +222,17 @@ class PolicyAgreement:
         changes = self._state.changes
         if changes.paused is not None and changes.repeat_at <= now:
             self._tell_paused(changes.paused)
+
+
+def _check_replaceable(name: str, before: Policy, now: Policy) -> None:
+    """Refuse a change between policies under which workers' own optimizers step otherwise."""
+    if not isinstance(before, OWN_STEPS) and not isinstance(now, OWN_STEPS):
+        return
+    diff = differences.of_policies(spec(before), spec(now))
+    raise CheckpointError(
+        f"the checkpoint's policy of group {name!r} is {diff.existing}, the run's "
+        f"{diff.incoming}: the workers' own optimizers step otherwise under one of them",
+        applied="no",
+        fix=f"go on with consistency=ps.{type(before).__name__}(...) as it was, or begin anew in "
+        "another folder, ps.Checkpoint(folder, load_state=...) for the values",
+    )

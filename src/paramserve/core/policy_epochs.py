@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from msgspec import Struct
+
+from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
-from paramserve.consistency.registry import is_built_in
+from paramserve.consistency.registry import build as build_policy
+from paramserve.consistency.registry import is_built_in, spec
 from paramserve.messages import GroupPolicy, Paused
 
 CHANGES_MAX = 16
@@ -26,6 +31,18 @@ class PolicyEpoch(NamedTuple):
 def epoch_from(clock: int, policy: Policy) -> PolicyEpoch:
     """A policy from a clock on."""
     return PolicyEpoch(clock, policy, not is_built_in(policy))
+
+
+class ChangesRecord(Struct, frozen=True):
+    """The policies of one group on one shard, as of one moment.
+
+    Attributes:
+        policies: (first clock, policy), in order.
+        history: what clients are told of the changes between them.
+    """
+
+    policies: tuple[tuple[int, ConsistencySpec], ...]
+    history: tuple[GroupPolicy, ...]
 
 
 @dataclass
@@ -62,6 +79,32 @@ class Changes:
     def number(self) -> int:
         """Changes so far."""
         return self.history[-1].number if self.history else 0
+
+    def record(self) -> ChangesRecord:
+        """The policies as they are now."""
+        epochs = (self.first, *self.later)
+        policies = tuple((each.clock, spec(each.policy)) for each in epochs)
+        return ChangesRecord(policies, tuple(self.history))
+
+    def restore(self, record: ChangesRecord, registered: Mapping[str, Any]) -> None:
+        """Go by the policies of before.
+
+        Args:
+            registered: classes by name, besides the built-in ones.
+        Raises:
+            UnknownRule: one is not registered. Nothing was changed.
+        """
+        epochs = [epoch_from(at, build_policy(each, registered)) for at, each in record.policies]
+        self.first, *self.later = epochs
+        self.history = list(record.history)
+
+    def tell_first(self, group: int) -> None:
+        """Have clients told of the first policy, too, as of a change: they would take the cluster's
+        for it."""
+        if not self.history or self.history[0].clock > self.first.clock:
+            number = self.history[0].number - 1 if self.history else 1
+            first = GroupPolicy(group, number, self.first.clock, spec(self.first.policy))
+            self.history.insert(0, first)
 
     def take(self, change: GroupPolicy, policy: Policy) -> None:
         """The lead has decided."""

@@ -13,17 +13,10 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import OWN_STEPS, Async
-from paramserve.consistency.registry import build as build_policy
-from paramserve.consistency.registry import is_for_tables, spec
-from paramserve.core import differences
 from paramserve.core.block import ShardBlock
 from paramserve.core.cut_state import GroupRecord, SessionRecord
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import Staleness
-from paramserve.core.policy_changes import Changing
-from paramserve.core.policy_epochs import epoch_from
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.core.sums import RowSum, Sum
@@ -32,7 +25,7 @@ from paramserve.core.table.block import KeyedBlock, RowStates
 from paramserve.core.table.cut import CutRows
 from paramserve.core.table.hashing import Keys
 from paramserve.errors import CheckpointError, ParamServeError, rebuild
-from paramserve.messages import BlockSpec, GroupPolicy, Member
+from paramserve.messages import BlockSpec, Member
 from paramserve.rules.layout import RowLayout
 
 Array = npt.NDArray[Any]
@@ -176,9 +169,7 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
 
 
 def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
-    """Let groups go by the cluster's policy, which has changed since the checkpoint, as if that had
-    been decided at the cut. What held before is told as a change, too: a client takes what was not
-    changed for the cluster's policy of now.
+    """Let groups go by the cluster's policy, which has changed since the checkpoint.
 
     Args:
         shard: just restored.
@@ -187,52 +178,16 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
     Raises:
         CheckpointError: workers would have to step otherwise. It is not to be used.
     """
-    for machine in shard.groups.values():
-        state, changes = machine.state, machine.state.changes
-        if any(each.spec.consistency is not None for each in state.blocks.values()):
-            continue
-        if not changes.history or changes.history[0].clock > changes.first.clock:
-            number = changes.history[0].number - 1 if changes.history else 1
-            first = GroupPolicy(state.id, number, changes.first.clock, spec(changes.first.policy))
-            changes.history.insert(0, first)
-        if state.id not in frontiers:
-            continue  # it was changed while the run went on, and stays so
-        now: Policy = shard.policy
-        table = state.table.spec.table if state.table is not None else None
-        if table is not None and not is_for_tables(spec(now), table.dtype):
-            now = Async()
-        policy = spec(now)
-        _check_changeable(state.name, changes.newest.policy, now)
-        news = GroupPolicy(state.id, changes.number + 1, frontiers[state.id], policy)
-        changes.take(news, now)
-        state.settle()
-        if machine.lead is not None:
-            machine.policies.changing = Changing(news.number, policy, shard.shards, decided=news)
-
-
-def _check_changeable(name: str, before: Policy, now: Policy) -> None:
-    """Refuse a change between policies under which workers' own optimizers step otherwise."""
-    if not isinstance(before, OWN_STEPS) and not isinstance(now, OWN_STEPS):
-        return
-    diff = differences.of_policies(spec(before), spec(now))
-    raise CheckpointError(
-        f"the checkpoint's policy of group {name!r} is {diff.existing}, the run's "
-        f"{diff.incoming}: the workers' own optimizers step otherwise under one of them",
-        applied="no",
-        fix=f"go on with consistency=ps.{type(before).__name__}(...) as it was, or begin anew in "
-        "another folder, ps.Checkpoint(folder, load_state=...) for the values",
-    )
+    for number, machine in shard.groups.items():
+        machine.policies.replace_cluster_policy(shard.policy, frontiers.get(number))
 
 
 def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
     """A group without its blocks."""
-    policies = [(clock, build_policy(each, shard.policies)) for clock, each in record.policies]
-    machine = shard.new_group(record.id, record.name, policies[0][1])
-    state, changes = machine.state, machine.state.changes
-    changes.first, *changes.later = [epoch_from(clock, policy) for clock, policy in policies]
-    changes.history = list(record.changes)
-    if machine.lead is not None:
-        machine.policies.changing = _changing(record, shard.shards)
+    machine = shard.new_group(record.id, record.name, shard.policy)
+    state = machine.state
+    state.changes.restore(record.changes, shard.policies)
+    machine.policies.restore(record.changing)
     state.now = now
     state.version, state.committed = record.version, record.committed
     state.members.restore(record.members)
@@ -251,16 +206,6 @@ def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
         state.unapplied = rebuild(kind, failed, "no", fix)
     machine.replan()
     return machine
-
-
-def _changing(record: GroupRecord, shards: int) -> Changing | None:
-    """What the lead knows of the newest change of the policy."""
-    if record.changing is not None:
-        return Changing(*record.changing, shards)
-    if not record.changes:
-        return None
-    last = record.changes[-1]
-    return Changing(last.number, last.policy, shards, decided=last)
 
 
 def _check_states(every: Sequence[SavedBlock | SavedTable], blocks: Mapping[int, Block]) -> None:

@@ -120,7 +120,7 @@ def optimizer_of(
 
 
 def _check_servers_step(group: GroupRecord) -> None:
-    policy = group.policies[-1][1].name
+    policy = group.changes.policies[-1][1].name
     if policy in [kind.__name__ for kind in OWN_STEPS]:
         raise CheckpointError(
             f"the optimizer {group.name!r} cannot be exported: under {policy} each worker makes "
