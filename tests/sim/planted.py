@@ -524,8 +524,8 @@ def values_of_a_later_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCl
     """A synchronous step that is repeated has the values of now."""
 
     class KeepsNone(ShardSession):
-        def record(self, answer: Answer) -> None:
-            super().record(structs.replace(answer, exact=False))
+        def keep_outcome(self, answer: Answer) -> None:
+            super().keep_outcome(structs.replace(answer, exact=False))
 
     monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)
     return SimulatedCluster

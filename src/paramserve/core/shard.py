@@ -559,7 +559,7 @@ class Shard:
         if flush is not None and session.left_out and type(answer.message) is Done:
             message = structs.replace(answer.message, flush=flush.request)
             answer = structs.replace(answer, message=message)
-        session.record(answer)
+        session.keep_outcome(answer)
         session.held = session.done = None
         self._effects.replies.append((session.client, answer))
         if session.reads:

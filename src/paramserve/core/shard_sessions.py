@@ -228,7 +228,7 @@ class ShardSession:
         """What became of a number; `admit` said REPEATED."""
         return self._outcomes[seq]
 
-    def record(self, answer: Answer) -> None:
+    def keep_outcome(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
         message, outcomes, unread = answer.message, self._outcomes, self.unread
         assert type(message) is Done or type(message) is Refused, "all else answers no number"

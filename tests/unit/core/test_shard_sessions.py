@@ -24,7 +24,7 @@ def test_admit_takes_exactly_the_next_number() -> None:
 def test_admit_answered_number_is_repeated_with_its_outcome() -> None:
     one = session()
     one.admit(1)
-    one.record(Answer(Done(1, version=5)))
+    one.keep_outcome(Answer(Done(1, version=5)))
     assert one.admit(1) is Verdict.REPEATED
     assert one.outcome(1) == Done(1, version=5)
 
@@ -52,6 +52,6 @@ def test_outcomes_are_kept_for_the_window_only() -> None:
     one = session(window=2)
     for seq in (1, 2, 3):
         one.admit(seq)
-        one.record(Answer(Done(seq)))
+        one.keep_outcome(Answer(Done(seq)))
     assert one.admit(1) is Verdict.FORGOTTEN
     assert one.admit(2) is Verdict.REPEATED
