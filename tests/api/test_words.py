@@ -51,8 +51,8 @@ BUDGET: dict[str, int] = {
 """Most names in a folder that are such a word; lower it with each rename. ROOT: modules in none."""
 TO_CLEAN = frozenset({ROOT, "pytorch", "worker"})
 """Folders that still have words of `STORY`."""
-FIXED = frozenset({("core/cut_state.py", "told"), ("observe/checkpoints.py", "told")})
-"""Words of `STORY` that stay: a field of saved records, and a name that users have."""
+FIXED = frozenset({("observe/checkpoints.py", "told")})
+"""Words of `STORY` that stay: a name that users have."""
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,8 @@ from tests.sim.workloads.tables import CountingRows, Rows
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
 from paramserve.core import cut_parts
-from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.cut_state import GroupRecord
+from paramserve.core.shard_sessions import SessionRecord, ShardSession
 from paramserve.core.table.cut import RowsCopy
 from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
 from paramserve.core.table.store import RowStore
@@ -74,12 +75,12 @@ def test_restored_shard_knows_the_changes_of_policy_and_the_leases() -> None:
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cut_parts.session_record
+    whole = ShardSession.record
 
-    def without(session: Any, last: int) -> SessionRecord:
+    def without(session: ShardSession, last: int) -> SessionRecord:
         return structs.replace(whole(session, last), outcomes=())
 
-    monkeypatch.setattr(cut_parts, "session_record", without)
+    monkeypatch.setattr(ShardSession, "record", without)
 
 
 def marks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,11 @@ from paramserve.checkpoint.shard_records import (
 )
 from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.cut_state import GroupRecord
 from paramserve.core.decisions import LEAD
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.membership import DEAD, LEFT
+from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock
@@ -141,9 +142,7 @@ class LoadedShard:
         CheckpointDamaged: (all methods) a file is.
     """
 
-    sessions: tuple[SessionRecord, ...] = ()
-    members: tuple[Member, ...] = ()
-    members_number = 0
+    sessions = SessionsRecord()
 
     def __init__(
         self,
@@ -250,7 +249,7 @@ def _group(
     """
     every = [next(each for each in one.groups if each.id == number) for one in records]
     lead = every[LEAD]
-    joined = _joined(lead, records[LEAD].members, workers)
+    joined = _joined(lead, records[LEAD].sessions.members, workers)
     if len(records) == shards:
         own = every[shard]
         return structs.replace(own, members=structs.replace(own.members, joined=joined))

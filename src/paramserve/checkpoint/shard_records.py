@@ -8,10 +8,11 @@ from msgspec import Struct
 from paramserve.checkpoint.manifest import shard_path
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.rows import Column
-from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.cut_state import GroupRecord
+from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.table.block import RowStates
 from paramserve.errors import CheckpointDamaged
-from paramserve.messages import BlockSpec, Member
+from paramserve.messages import BlockSpec
 
 VALUE, STATE, COUNT = "value", "state", "count"
 """Columns of a table's rows, as `RowLayout.parts` names them."""
@@ -64,10 +65,8 @@ class ShardRecord(Struct, frozen=True):
     shard: int
     shards: int
     cut: int
-    members_number: int
-    members: tuple[Member, ...]
     groups: tuple[GroupRecord, ...]
-    sessions: tuple[SessionRecord, ...]
+    sessions: SessionsRecord
     blocks: tuple[BlockRecord, ...]
     tables: tuple[TableRecord, ...]
     sums: tuple[SumRecord, ...]

@@ -118,8 +118,6 @@ def _record(
         part.shard,
         shards,
         part.number,
-        part.members_number,
-        part.members,
         tuple(each for each in part.groups if each.id in groups),
         part.sessions,
         tuple(BlockRecord(c.spec, c.attempt, c.states, tuple(c.counts)) for c in dense),

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord, SessionRecord, group_record, session_record
+from paramserve.core.cut_state import GroupRecord, group_record
 from paramserve.core.flush import ranks_left
 from paramserve.core.group import GroupMachine
-from paramserve.core.shard_sessions import Sessions
+from paramserve.core.shard_sessions import Sessions, SessionsRecord
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.cut import RowsCopy
 from paramserve.errors import Overloaded, UnknownName
-from paramserve.messages import VALUE, BlockSpec, CutAsk, Member
+from paramserve.messages import VALUE, BlockSpec, CutAsk
 
 Array = npt.NDArray[Any]
 
@@ -172,9 +172,8 @@ class ShardCut:
         clocks: by group, the first that is not committed.
         starts: by the group's name, the clock that a worker begins with that comes now.
         blocks: dense blocks by number.
-        tables, sums, groups, sessions, members: of a whole cut, all else that the shard is rebuilt
-            from: rows by block; by group what its buffer has, by block; records; and the cluster's
-            members as the shard knows them.
+        tables, sums, groups, sessions: of a whole cut, all else that the shard is rebuilt from:
+            rows by block; by group what its buffer has, by block; and records.
         left_out: of a whole cut, ranks that keep something that was left out of their gradients.
         begun: (client, lease, samples): how much of its leased samples is in it with a call that is
             not over.
@@ -220,11 +219,9 @@ class ShardCut:
         self.tables: dict[int, TableCopy] = {}
         self.sums: dict[int, dict[int, Any]] = {}
         self.groups: tuple[GroupRecord, ...] = ()
-        self.sessions: tuple[SessionRecord, ...] = ()
+        self.sessions = SessionsRecord()
         self.begun: tuple[tuple[int, int, int], ...] = ()
         self.left_out: tuple[int, ...] = ()
-        self.members: tuple[Member, ...] = ()
-        self.members_number = 0
         if ask.whole:
             self.tables = {
                 state.table.spec.block: TableCopy(state.table, ask)
@@ -239,11 +236,8 @@ class ShardCut:
             self.groups = tuple(
                 group_record(each, steps_begun.get(each.state.id, {})) for each in machines
             )
-            all_of = sessions.by_client
-            self.sessions = tuple(session_record(all_of[each], clients[each]) for each in all_of)
+            self.sessions = sessions.record(clients)
             self.left_out = ranks_left(sessions)
-            self.members = tuple(sessions.members.values())
-            self.members_number = sessions.members_number
         self.stopped_s = memory.now() - began
         """How long the shard stopped for it."""
 

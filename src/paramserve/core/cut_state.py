@@ -13,8 +13,7 @@ from paramserve.config import ConsistencySpec
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import MembersRecord
 from paramserve.core.policy_epochs import ChangesRecord
-from paramserve.core.shard_sessions import ShardSession
-from paramserve.messages import Done, Refused, SavedAt
+from paramserve.messages import SavedAt
 
 
 class GroupRecord(Struct, frozen=True):
@@ -53,27 +52,6 @@ class GroupRecord(Struct, frozen=True):
     unapplied: tuple[str, str, str] | None = None
 
 
-class SessionRecord(Struct, frozen=True):
-    """A client's session on one shard.
-
-    Attributes:
-        last: the number of its last request that has had its effect.
-        outcomes: of the last numbers.
-        told: by group, the change of policy that it knows.
-        ticks: by group, the number of its last step that ended a clock.
-    """
-
-    client: int
-    incarnation: int
-    rank: int
-    window: int
-    requests: int
-    last: int
-    outcomes: tuple[Done | Refused, ...]
-    told: dict[int, int]
-    ticks: dict[int, int]
-
-
 def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupRecord:
     """A group as it is now.
 
@@ -100,22 +78,4 @@ def group_record(machine: GroupMachine, unfinished: Mapping[int, int]) -> GroupR
         dict(state.saved.by_rank),
         tuple(sorted({**state.already_applied, **unfinished}.items())),
         None if failure is None else (type(failure).__name__, failure.failed, failure.fix),
-    )
-
-
-def session_record(session: ShardSession, last: int) -> SessionRecord:
-    """A session as it is now; `last` is its last number that is in the cut."""
-    outcomes = {seq: each for seq, each in session.outcomes().items() if seq <= last}
-    if session.done is not None and session.done.seq <= last:
-        outcomes[session.done.seq] = session.done  # it waits to read, which is none of the cut
-    return SessionRecord(
-        session.client,
-        session.incarnation,
-        session.rank,
-        session.window,
-        session.requests,
-        last,
-        tuple(outcomes[seq] for seq in sorted(outcomes)),
-        dict(session.policy_numbers),
-        dict(session.ticks),
     )

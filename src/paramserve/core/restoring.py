@@ -14,18 +14,18 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord, SessionRecord
+from paramserve.core.cut_state import GroupRecord
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_state import Staleness
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import ShardSession
+from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock, RowStates
 from paramserve.core.table.cut import CutRows
 from paramserve.core.table.hashing import Keys
 from paramserve.errors import CheckpointError, ParamServeError, rebuild
-from paramserve.messages import BlockSpec, Member
+from paramserve.messages import BlockSpec
 from paramserve.rules.layout import RowLayout
 
 Array = npt.NDArray[Any]
@@ -113,13 +113,7 @@ class SavedShard(Protocol):
     def groups(self) -> tuple[GroupRecord, ...]: ...
 
     @property
-    def sessions(self) -> tuple[SessionRecord, ...]: ...
-
-    @property
-    def members(self) -> tuple[Member, ...]: ...
-
-    @property
-    def members_number(self) -> int: ...
+    def sessions(self) -> SessionsRecord: ...
 
     @property
     def blocks(self) -> Mapping[int, SavedBlock]: ...
@@ -147,8 +141,7 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
             f"{part.shard}'s part of cut {part.number}",
             fix="restore each part to a new shard of its number",
         )
-    if part.members:
-        shard.sessions.restore(part.members_number, part.members)
+    shard.sessions.restore(part.sessions, now)
     for record in part.groups:
         shard.groups[record.id] = _group(shard, record, now)
     every: list[SavedBlock | SavedTable] = [*part.blocks.values(), *part.tables.values()]
@@ -161,8 +154,6 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
     for machine in shard.groups.values():
         state = machine.state
         state.buffer.sums = part.sums_of(state.id, state.blocks)
-    for session in part.sessions:
-        shard.sessions.by_client[session.client] = _session(session, now)
     shard.cuts.go_on_from(part.number)
     for machine in shard.groups.values():
         machine.policies.begin()
@@ -266,15 +257,3 @@ def _fill_table(shard: Shard, block: Block, saved: SavedTable) -> None:
     shard.blocks[block.spec.block] = block
     state = shard.groups[block.spec.group].state
     state.blocks[block.spec.block] = state.table = block
-
-
-def _session(record: SessionRecord, now: float) -> ShardSession:
-    session = ShardSession(
-        record.client, record.incarnation, record.rank, record.window, record.requests
-    )
-    session.last = record.last
-    session.keep_outcomes(record.outcomes)
-    session.policy_numbers = dict(record.told)
-    session.ticks = dict(record.ticks)
-    session.gone_at = session.stepped_at = now
-    return session

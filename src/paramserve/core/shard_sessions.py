@@ -11,7 +11,7 @@ An outcome keeps versions and no values: those are read again, as they are by th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -113,6 +113,39 @@ class CallPart(NamedTuple):
     more: tuple[int, int] | None
 
 
+class SessionRecord(Struct, frozen=True):
+    """A client's session on one shard, as of a cut.
+
+    Attributes:
+        last: the number of its last request that has had its effect.
+        outcomes: of the last numbers.
+        policy_numbers: by group, the newest change of its policy that the client knows of.
+        ticks: by group, the number of its last step that ended a clock.
+    """
+
+    client: int
+    incarnation: int
+    rank: int
+    window: int
+    requests: int
+    last: int
+    outcomes: tuple[Done | Refused, ...]
+    policy_numbers: dict[int, int]
+    ticks: dict[int, int]
+
+
+class SessionsRecord(Struct, frozen=True):
+    """The sessions of one shard, and the cluster's members as the shard knows them, as of a cut.
+
+    Attributes:
+        members_number: of the membership that the coordinator told last.
+    """
+
+    members_number: int = 0
+    members: tuple[Member, ...] = ()
+    sessions: tuple[SessionRecord, ...] = ()
+
+
 class Verdict(Enum):
     NEW = "new"
     REPEATED = "repeated"
@@ -183,6 +216,30 @@ class ShardSession:
         """When the last one was answered, or the session began."""
         self._outcomes: dict[int, Done | Refused] = {}
 
+    def record(self, last: int) -> SessionRecord:
+        """The session as it is now; `last` is its last number that is in the cut."""
+        outcomes = {seq: each for seq, each in self._outcomes.items() if seq <= last}
+        if self.done is not None and self.done.seq <= last:
+            outcomes[self.done.seq] = self.done  # it waits to read, which is none of the cut
+        return SessionRecord(
+            self.client,
+            self.incarnation,
+            self.rank,
+            self.window,
+            self.requests,
+            last,
+            tuple(outcomes[seq] for seq in sorted(outcomes)),
+            dict(self.policy_numbers),
+            dict(self.ticks),
+        )
+
+    def restore(self, record: SessionRecord, now: float) -> None:
+        """Go on from a cut, without a connection."""
+        self.last = record.last
+        self._outcomes = {each.seq: each for each in record.outcomes}
+        self.policy_numbers, self.ticks = dict(record.policy_numbers), dict(record.ticks)
+        self.gone_at = self.stepped_at = now
+
     @property
     def executed(self) -> int:
         """The last number whose request has had its effect, though it may wait to read."""
@@ -215,14 +272,6 @@ class ShardSession:
         if oldest is not None and seq >= oldest.message.seq:
             return Verdict.PENDING
         return Verdict.FORGOTTEN
-
-    def outcomes(self) -> Mapping[int, Done | Refused]:
-        """What became of the last numbers."""
-        return self._outcomes
-
-    def keep_outcomes(self, outcomes: Iterable[Done | Refused]) -> None:
-        """Know what became of numbers before this session began here."""
-        self._outcomes.update({each.seq: each for each in outcomes})
 
     def outcome(self, seq: int) -> Done | Refused:
         """What became of a number; `admit` said REPEATED."""
@@ -305,6 +354,27 @@ class Sessions:
     def window(self) -> int:
         """The most calls that one client may have unanswered."""
         return max((each.window for each in self.by_client.values()), default=1)
+
+    def record(self, clients: Mapping[int, int]) -> SessionsRecord:
+        """Sessions and members as they are now.
+
+        Args:
+            clients: the last number of each client in the cut.
+        """
+        sessions = tuple(each.record(clients[each.client]) for each in self.by_client.values())
+        return SessionsRecord(self.members_number, tuple(self.members.values()), sessions)
+
+    def restore(self, record: SessionsRecord, now: float) -> None:
+        """Go on from a cut; of the members, the coordinator tells what has changed since."""
+        if record.members:
+            self.members_number = record.members_number
+            self.members = {member.rank: member for member in record.members}
+            self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
+        for each in record.sessions:
+            session = self.by_client[each.client] = ShardSession(
+                each.client, each.incarnation, each.rank, each.window, each.requests
+            )
+            session.restore(each, now)
 
     # --- clients ---------------------------------------------------------------------------------
 
@@ -499,12 +569,6 @@ class Sessions:
         self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
         self._mark_live()
         return True
-
-    def restore(self, number: int, members: Iterable[Member]) -> None:
-        """Know the members as of a cut; the coordinator tells what has changed since."""
-        self.members_number = number
-        self.members = {member.rank: member for member in members}
-        self.retiring = frozenset(r for r, m in self.members.items() if m.state == "retiring")
 
     def fence(self) -> list[ShardSession]:
         """Fence the sessions of ranks that have ended or have a newer incarnation; the new ones."""

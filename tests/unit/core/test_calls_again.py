@@ -47,7 +47,7 @@ def go_on(one: Rig, *, workers: int = 2, incarnation: int = 2) -> Rig:
     one.deliver()
     new = Rig(shards=2, workers=workers)
     for shard, part in zip(new.shards, parts(one), strict=True):
-        part.members = ()  # as from files
+        part.sessions = structs.replace(part.sessions, members=())  # as from files
         restore(shard, part, 0.0)
     for rank in range(workers):
         new.join(rank + 1 + AGAIN * (incarnation - 1), rank, incarnation=incarnation)
