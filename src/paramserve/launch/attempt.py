@@ -1,6 +1,6 @@
 """One start of a run's processes, and the clients of it in this process.
 
-What becomes of the processes is decided in `roster.py`, and done by `supervisor.py`, which owns it.
+What becomes of the processes is decided in `life.py`, and done by `supervisor.py`, which owns it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Attempt:
 
     Args:
         fleet: where they are started.
+        roster: of these processes.
         overview: of the run; here the line to this coordinator.
         why_fixed: says why the number of workers can no longer be changed; empty: it can.
 
     Attributes:
         served: set once coordinator and servers are up, and when nothing is to wait for that.
-        up_by: when they have to be.
         clients: of this process; those that the program has closed go when the next one comes.
         readout: of its servers.
         collecting: the thread that reads them at the end; None: none does yet.
@@ -63,19 +63,17 @@ class Attempt:
         self,
         plan: Plan,
         fleet: Fleet,
+        roster: Roster,
         credentials: Credentials,
         overview: Overview,
         why_fixed: Callable[[], str],
     ) -> None:
         self.plan = plan
         self.served = Latch()
-        self.up_by = time.monotonic() + plan.own_deadlines.start_s
-        self.roster = Roster(
-            plan.servers, plan.workers, plan.on_worker_death, self.up_by, plan.deadlines
-        )
-        self.processes = Processes(plan, fleet, credentials, self.roster, overview)
+        self.roster = roster
+        self.processes = Processes(plan, fleet, credentials, roster)
         self.scaling = Scaling(
-            self.processes, self.roster, overview, plan.deadlines.request_s, why_fixed
+            self.processes, roster, overview, plan.deadlines.request_s, why_fixed
         )
         self.clients: list[Client] = []
         self.readout = Readout()
@@ -86,28 +84,16 @@ class Attempt:
         self._overview = overview
         self._credentials = credentials
 
-    # --- for the thread that watches, once it does -----------------------------------------------
+    # --- for the thread that watches ------------------------------------------------------------
 
-    def launch(self, directory: str) -> None:
-        """Start what can be started before anything is up.
-
-        Args:
-            directory: for sockets; empty where the processes do not share this machine.
-        Raises:
-            OSError, ParamServeError: a process could not be started; those before it were.
-        """
+    def use_directory(self, directory: str) -> None:
+        """Have the processes, which share this machine, make their sockets there."""
         self.processes.directory = directory
-        self.processes.launch(self.plan.keys[:1])
-        if directory:
-            self.launch_rest(addresses_in(directory))
-        # Elsewhere the coordinator says where it listens, when it does.
+        self.use_addresses(addresses_in(directory))
 
-    def launch_rest(self, addresses: tuple[str, ...]) -> None:
-        """Start all that have to know where the coordinator listens. Raises as `launch`."""
+    def use_addresses(self, addresses: tuple[str, ...]) -> None:
+        """The coordinator listens there, or will."""
         self.processes.addresses = self._overview.addresses = addresses
-        self.up_by = time.monotonic() + self.plan.own_deadlines.start_s
-        self.roster.start_by = self.up_by  # each of these may have to wait for room, too
-        self.processes.launch(self.plan.keys[1:])
 
     def close_clients(self, why: BaseException) -> None:
         """Close all clients of this process, and end what connects one; there will be no others."""
@@ -123,9 +109,9 @@ class Attempt:
 
     def wait_until_serving(self) -> None:
         """Wait for `served`. Raises `ConnectTimeout`: it is not set in time."""
-        deadlines = self.plan.own_deadlines
-        while not self.served.wait(max(self.up_by - time.monotonic(), 0.0) + deadlines.stop_s):
-            if time.monotonic() < self.up_by:  # it was put off: the coordinator came late
+        deadlines, roster = self.plan.own_deadlines, self.roster
+        while not self.served.wait(max(roster.start_by - time.monotonic(), 0.0) + deadlines.stop_s):
+            if time.monotonic() < roster.start_by:  # it was put off: the coordinator came late
                 continue
             raise ConnectTimeout(
                 f"coordinator and servers were not up {deadlines.start_s:g} s after their start",

@@ -39,9 +39,6 @@ EVERY_S = 60.0
 """Between two checkpoints, if nothing else is said."""
 RESTORE_BYTES_S = 20e6
 """What a server reads of a checkpoint in a second, at least: it may take that long to be up."""
-SAME_MAX = 5
-"""So often in a row a run goes back to the same checkpoint: then what ends its servers will do so
-again."""
 REFUSED_NAMED = 3
 """Checkpoints that cannot be read and are named in one error."""
 
@@ -181,6 +178,11 @@ class ResumePoint(NamedTuple):
     def path(self) -> str:
         return f"{shown(self.folder)}/{self.manifest.name}"
 
+    @property
+    def restore_s(self) -> float:
+        """How much longer servers that read it may take to be up."""
+        return self.manifest.nbytes / RESTORE_BYTES_S
+
 
 class Recovery:
     """The checkpoints of a run: where it writes them, and the one that it goes on from.
@@ -216,8 +218,6 @@ class Recovery:
         """By folder and number: those that are damaged."""
         self._written = self._failed = 0
         """By processes that went before."""
-        self._times = 0
-        """How often in a row the same one was chosen after a death."""
         if source is not None:
             self.resume_point = self._first(*source)
 
@@ -269,7 +269,7 @@ class Recovery:
             resume_folder=start.folder if start is not None else "",
             resume=start.manifest.name if start is not None else "",
             resumed=resumed,
-            restore_s=start.manifest.nbytes / RESTORE_BYTES_S if start is not None else 0.0,
+            restore_s=start.restore_s if start is not None else 0.0,
         )
         if settings is None:
             return plan
@@ -325,15 +325,14 @@ class Recovery:
         if self.resume_point is None and refused:
             raise _unreadable(self.folder, refused)
 
-    def choose_after_death(self, last: Status | None = None) -> bool:
-        """Choose one again, because a server or the coordinator has ended; whether to go on.
+    def choose_after_death(self, last: Status | None = None) -> None:
+        """Choose one again, because a server or the coordinator has ended.
 
         Args:
             last: by that coordinator, last.
         Raises:
             CheckpointError: as `choose`; or all that it has written are gone.
         """
-        before = self.resume_point
         self.choose()
         report = last.checkpoints if last is not None else None
         written = self._written + (report.committed if report is not None else 0)
@@ -344,19 +343,13 @@ class Recovery:
                 "is there",
                 fix="look who has removed them; to begin anew, start the run again",
             )
-        same = (before and before.path) == (self.resume_point and self.resume_point.path)
-        self._times = self._times + 1 if same else 1
-        return self._times <= SAME_MAX
 
-    def refuse(self, error: CheckpointDamaged) -> bool:
-        """A process could not read the chosen one; whether another one is chosen. Raises as
-        `choose`."""
+    def refuse(self, error: CheckpointDamaged) -> None:
+        """A process could not read the chosen one: choose another one. Raises as `choose`."""
         damaged = self.resume_point
-        if damaged is None:
-            return False
-        self._leave_out(damaged.folder, damaged.manifest.number, error)
+        if damaged is not None:
+            self._leave_out(damaged.folder, damaged.manifest.number, error)
         self.choose()
-        return True
 
     def _first(self, folder: str, name: str | None) -> ResumePoint | None:
         if name is not None:

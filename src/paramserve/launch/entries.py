@@ -64,6 +64,7 @@ class Entry:
     """What is known of one process."""
 
     key: Key
+    launched: bool = False
     ready: bool = False
     returned: bytes | None = None
     failure: Failure | None = None

@@ -1,7 +1,6 @@
-"""The processes of a run, at an engine's fleet: starts them and ends them, as was decided.
+"""The processes of a run, at an engine's fleet: starts them and ends them.
 
-What is to start or to end, `roster.py` decides. When to look, and when all this is over, is left to
-`supervisor.py`.
+What is to start or to end, `life.py` decides.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from paramserve.config import Credentials
 from paramserve.engine.base import Event, Fleet, Process, Role
-from paramserve.launch.entries import Entry, Key
-from paramserve.launch.overview import Overview
+from paramserve.launch.entries import Key
 from paramserve.launch.plan import Plan
-from paramserve.launch.roster import Decision, Roster
+from paramserve.launch.roster import Roster
 
 
 class Processes(Mapping[Process, Key]):
@@ -23,7 +21,7 @@ class Processes(Mapping[Process, Key]):
 
     Args:
         fleet: opened and closed by the supervisor.
-        overview: by which the coordinator hears of workers that have ended.
+        roster: knows of each that is started.
 
     Attributes:
         directory: for Unix sockets; empty where the processes do not share this machine.
@@ -36,7 +34,6 @@ class Processes(Mapping[Process, Key]):
         fleet: Fleet,
         credentials: Credentials,
         roster: Roster,
-        overview: Overview,
     ) -> None:
         self.directory = ""
         self.addresses: tuple[str, ...] = ()
@@ -44,8 +41,8 @@ class Processes(Mapping[Process, Key]):
         self._fleet = fleet
         self._credentials = credentials
         self._roster = roster
-        self._overview = overview
         self._keys: dict[Process, Key] = {}
+        self._processes: dict[Key, Process] = {}
 
     def __getitem__(self, process: Process) -> Key:
         return self._keys[process]
@@ -55,9 +52,6 @@ class Processes(Mapping[Process, Key]):
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def workers(self) -> list[Process]:
-        return [process for process, key in self._keys.items() if key.kind == "worker"]
 
     def events(self, timeout_s: float) -> list[tuple[Key, Event]]:
         """What has happened to them since the last call; waits up to `timeout_s` if nothing has."""
@@ -78,55 +72,28 @@ class Processes(Mapping[Process, Key]):
         self._fleet.give_back([str(key) for key in keys])
 
     def launch(self, keys: Iterable[Key]) -> None:
-        """Start these; returns without waiting for them to be up.
+        """Start these; returns without waiting for them to be up. A process that has one of these
+        keys is ended, and forgotten.
 
         Raises:
             OSError, ParamServeError: one could not be started; those before it were.
         """
         for key in keys:
-            self._keys[self._fleet.launch(self._role(key))] = key
+            self.forget(key)
+            process = self._processes[key] = self._fleet.launch(self._role(key))
+            self._keys[process] = key
+            self._roster.on_launch(key)
 
-    def kill(self, keys: Iterable[Key]) -> None:
-        """End the processes of workers at once, and forget them."""
-        targets = set(keys)
-        for process in [each for each, key in self._keys.items() if key in targets]:
+    def forget(self, key: Key) -> None:
+        """End the process of a key at once, if there is one, and forget it."""
+        process = self._processes.pop(key, None)
+        if process is not None:
             process.kill()
             del self._keys[process]
 
-    def kill_all(self) -> None:
-        """End all of them at once; their ends are told."""
-        for process in self._keys:
-            process.kill()
-
-    def carry_out(self, decision: Decision) -> None:
-        """Restart dead workers, end those that do not retire in time, start ranks whose processes
-        have ended; the coordinator is told of each end.
-
-        Raises:
-            OSError, ParamServeError: a process could not be started. The rest was not done.
-        """
-        for entry in decision.restart:
-            self._restart(entry)
-        for process, key in self._keys.items():
-            if key in decision.interrupt:
-                process.interrupt()
-            elif key in decision.kill:
-                process.kill()
-                incarnation = self._roster.entries[key].incarnation
-                self._overview.mark_dead(key.number, incarnation=incarnation)
-        for entry in decision.retirees:  # most have left, killed ones have not
-            self._overview.mark_dead(entry.key.number, incarnation=entry.incarnation)
-            if entry.key.number >= self._roster.target:
-                self.give_back([entry.key])
-        self.kill(decision.launch)
-        self.launch(decision.launch)
-
-    def _restart(self, entry: Entry) -> None:
-        """Start a worker that has died again; nothing of the old process counts any more."""
-        number, incarnation = entry.key.number, entry.incarnation
-        self._overview.mark_dead(number, final=False, incarnation=incarnation)
-        self.kill([entry.key])
-        self.launch([entry.key])
+    def of(self, keys: Iterable[Key]) -> list[Process]:
+        """The processes of these keys, in their order."""
+        return [self._processes[key] for key in keys if key in self._processes]
 
     def _role(self, key: Key) -> Role:
         return self._plan.role(key, self.directory, self.addresses, self._credentials)

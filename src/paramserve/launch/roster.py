@@ -1,7 +1,7 @@
 """Decides what the driver does when its processes report, fail and end.
 
-Pure: events and the time are arguments, decisions come back; `supervisor.py` and `processes.py`
-act on them. When several processes end at nearly the same time the cause is told, not its
+Pure: events and the time are arguments, decisions come back. `life.py` asks it for the processes of
+one attempt. When several processes end at nearly the same time the cause is told, not its
 consequences: the death of a server also makes every worker raise `ServerGone`.
 """
 
@@ -52,23 +52,59 @@ INSTEAD_OF_STOPPING = (
 )
 
 
+class Launch(NamedTuple):
+    """Start these processes; an older one of the same key counts no more."""
+
+    keys: tuple[Key, ...]
+
+
+class Interrupt(NamedTuple):
+    """Ask these processes to end."""
+
+    keys: tuple[Key, ...]
+
+
+class Kill(NamedTuple):
+    """End these processes at once; their ends are reported as any other."""
+
+    keys: tuple[Key, ...]
+
+
+class Exclude(NamedTuple):
+    """The others go on without this worker, which died: the coordinator must know."""
+
+    entry: Entry
+
+
+class Replace(NamedTuple):
+    """This worker died, and is launched again as a new incarnation: the coordinator must know."""
+
+    entry: Entry
+
+
+class Retire(NamedTuple):
+    """This worker was to retire, and its process has ended: the coordinator must know."""
+
+    entry: Entry
+
+
+ProcessEffect = Launch | Interrupt | Kill | Exclude | Replace | Retire
+
+
 class Decision(NamedTuple):
-    """What to do now. `error`: stop everything and raise it."""
+    """What the fate of the processes means now.
+
+    Attributes:
+        error: stop everything and raise it.
+        effects: what is to be done, in this order.
+        finished: every worker that is wanted has returned or is counted as dead, and the others
+            have ended.
+        look_again_at: when this may change without an event; None: it does not.
+    """
 
     error: ParamServeError | None = None
-    dead: tuple[int, ...] = ()
-    """Ranks that the coordinator must be told of: the others go on without them."""
-    restart: tuple[Entry, ...] = ()
-    """Workers as they died; each rank has a new entry, and its process must be started."""
-    retirees: tuple[Entry, ...] = ()
-    """Workers that were to retire, and whose processes have ended; told once."""
-    launch: tuple[Key, ...] = ()
-    """Ranks that are wanted again and free now: their processes must be started."""
-    interrupt: tuple[Key, ...] = ()
-    kill: tuple[Key, ...] = ()
-    """Workers that were to retire and have not done so in time."""
+    effects: tuple[ProcessEffect, ...] = ()
     finished: bool = False
-    """Every worker that is wanted has returned or is counted as dead, and the others have ended."""
     look_again_at: float | None = None
 
 
@@ -118,10 +154,20 @@ class Roster:
     def workers(self) -> list[Entry]:
         return self._of("worker")
 
+    @property
+    def running(self) -> list[Entry]:
+        """Those whose processes have been started and have not ended, in the order of their
+        start."""
+        return [e for e in self.entries.values() if e.launched and e.status is None]
+
     def worker_states(self) -> dict[int, str]:
         """Of each rank: "starting", "running", "returned", "stopped", "dead", "retiring" or
         "retired"."""
         return {entry.key.number: entry.state for entry in self.workers()}
+
+    def on_launch(self, key: Key) -> None:
+        """The process has been started: its end will be reported."""
+        self.entries[key].launched = True
 
     def on_report(self, key: Key, kind: str, body: bytes, now: float) -> None:
         """A process reported; kinds that mean nothing here are left to others."""
@@ -145,19 +191,20 @@ class Roster:
         if entry.returned is None and entry.fell_at is None:
             entry.fell_at = now
 
-    def on_silence(self, key: Key, now: float, incarnation: int = 0) -> None:
-        """A process runs but has not been heard of for too long.
+    def on_silence(self, key: Key, now: float, incarnation: int = 0) -> bool:
+        """A process runs but has not been heard of for too long; whether it counts as dead from
+        now on.
 
         Args:
             incarnation: of a worker; one that was replaced since means nothing.
         """
         entry = self.entries[key]
-        if entry.status is not None or entry.returned is not None:
-            return
-        if entry.incarnation != incarnation:
-            return
+        over = entry.status is not None or entry.returned is not None or entry.silent
+        if over or entry.incarnation != incarnation:
+            return False
         entry.silent = True
         entry.fell_at = entry.fell_at if entry.fell_at is not None else now
+        return True
 
     def scale(self, workers: int, now: float) -> tuple[Key, ...]:
         """From now on this many workers are wanted; those with the highest ranks retire.
@@ -219,23 +266,25 @@ class Roster:
         if not fallen:
             return self._decide_standing(now)
         settled = [entry for entry in fallen if now >= entry.settled_at]
+        waits = [entry.settled_at for entry in fallen if now < entry.settled_at]
+        look_again_at = min(waits, default=None)
         if not settled:
-            return Decision(look_again_at=min(entry.settled_at for entry in fallen))
+            return Decision(look_again_at=look_again_at)
         cause = min(settled, key=_rank_as_cause)
         if cause.key.kind != "worker":
             return Decision(error=process_failure(cause))
         if self._on_worker_death == "stop":
             return Decision(error=worker_failed(cause, INSTEAD_OF_STOPPING))
         if isinstance(self._on_worker_death, Restart):
-            return self._restart(settled, self._on_worker_death.times)
+            decision = self._replace(settled, self._on_worker_death.times)
+            return decision._replace(look_again_at=look_again_at)
         for entry in settled:
             entry.counted = True
         if all(e.counted for e in self.workers() if e.retire_by is None) and not self._again:
             return Decision(error=worker_failed(cause))
-        dead = tuple(entry.key.number for entry in settled)
-        return Decision(dead=dead, finished=self._finished())
+        return Decision(None, tuple(map(Exclude, settled)), self._finished(), look_again_at)
 
-    def _restart(self, settled: list[Entry], times: int) -> Decision:
+    def _replace(self, settled: list[Entry], times: int) -> Decision:
         for entry in settled:
             if entry.refused:
                 return Decision(error=worker_failed(entry))
@@ -243,35 +292,37 @@ class Roster:
                 return Decision(error=worker_failed(entry, f"allow more than ps.Restart({times})"))
         for entry in settled:
             self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
-        return Decision(restart=tuple(settled))
+        launch = Launch(tuple(entry.key for entry in settled))
+        return Decision(effects=(*map(Replace, settled), launch))
 
     def _retire(self, decision: Decision, now: float) -> Decision:
         """Add what the workers that are to end make necessary."""
-        retirees, interrupt, kill = [], [], []
+        effects = list(decision.effects)
         looks = [decision.look_again_at] if decision.look_again_at is not None else []
+        if not self.serving:
+            looks.append(self.start_by)
         for entry in self.workers():
             if entry.retire_by is None:
                 continue
             if entry.status is not None:
                 if not entry.counted:
                     entry.counted = True
-                    retirees.append(entry)
+                    effects.append(Retire(entry))
                 continue
             if entry.kill_at is None and now >= entry.retire_by:
                 entry.kill_at = now + self._deadlines.stop_s
-                interrupt.append(entry.key)
+                effects.append(Interrupt((entry.key,)))
             elif entry.kill_at is not None and now >= entry.kill_at:
                 entry.kill_at = math.inf
-                kill.append(entry.key)
+                effects.append(Kill((entry.key,)))
             looks.append(entry.kill_at if entry.kill_at is not None else entry.retire_by)
-        launch = tuple(key for key in sorted(self._again) if self._is_free(key))
-        self._again.difference_update(launch)
-        self.entries.update((key, Entry(key)) for key in launch)
+        again = tuple(key for key in sorted(self._again) if self._is_free(key))
+        if again:
+            self._again.difference_update(again)
+            self.entries.update((key, Entry(key)) for key in again)
+            effects.append(Launch(again))
         return decision._replace(
-            retirees=tuple(retirees),
-            launch=launch,
-            interrupt=tuple(interrupt),
-            kill=tuple(kill),
+            effects=tuple(effects),
             look_again_at=min((at for at in looks if at < math.inf), default=None),
         )
 
@@ -279,7 +330,7 @@ class Roster:
         if self.serving:
             return Decision(finished=self._finished())
         if now < self.start_by:
-            return Decision(look_again_at=self.start_by)
+            return Decision()
         missing = [str(e.key) for e in self._of("coordinator", "server") if not e.ready]
         return Decision(
             error=ConnectTimeout(

@@ -166,11 +166,11 @@ class Scaling:
     def _carry_out(self, workers: int, now: float) -> None:
         before = self._roster.target
         keys = self._roster.scale(workers, now)
-        self._processes.kill(keys)  # they have ended
         try:
             self._processes.launch(keys)
         except (OSError, ParamServeError) as error:
-            self._processes.kill(keys)
+            for key in keys:
+                self._processes.forget(key)
             self._roster.take_back()
             with contextlib.suppress(ConnectionError, ParamServeError):
                 self._overview.forget(self._overview.scale(before))

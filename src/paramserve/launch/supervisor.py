@@ -1,8 +1,8 @@
 """Starts the processes of a run, watches them in one thread, and ends them.
 
-What their fate means is decided in `roster.py`; this acts on it, by way of `processes.py` and, for
-another number of workers, of `scaling.py`. Everything that it owns (the processes, the run
-directory, its threads, its connections) is gone when it has ended.
+What is to be done, `life.py` decides; this does it, by way of `processes.py` and, for another
+number of workers, of `scaling.py`. Everything that it owns (the processes, the run directory, its
+threads, its connections) is gone when it has ended.
 """
 
 from __future__ import annotations
@@ -15,40 +15,53 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from paramserve.checkpoint.manifest import Cut
 from paramserve.client import Client
 from paramserve.config import Credentials
-from paramserve.engine.base import Ended, Engine, Event, Process
-from paramserve.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    ClientClosed,
-    CoordinatorGone,
-    ParamServeError,
-    ServerGone,
-)
+from paramserve.engine.base import Ended, Engine, Process, Reported
+from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeError, ServerGone
 from paramserve.launch.attempt import Attempt
-from paramserve.launch.checkpoints import SAME_MAX, Recovery
-from paramserve.launch.entries import (
-    COORDINATOR,
-    Entry,
-    Key,
-    ends_despite_checkpoints,
-    over,
-    started_again,
-    stopped,
-    timed_out,
-    worker_failed,
+from paramserve.launch.checkpoints import Recovery
+from paramserve.launch.entries import COORDINATOR, Entry, Key, over, started_again, worker_failed
+from paramserve.launch.life import (
+    Abandon,
+    Begin,
+    Breakdown,
+    CheckpointFailed,
+    Close,
+    Collect,
+    Collected,
+    Effect,
+    End,
+    Event,
+    Life,
+    ProcessEnd,
+    Report,
+    Select,
+    Selection,
+    Serving,
+    Silence,
+    State,
+    Stop,
+    Terms,
 )
 from paramserve.launch.overview import Overview
 from paramserve.launch.plan import KERNELS, Plan, directory_path
 from paramserve.launch.processes import Processes
-from paramserve.launch.roster import Decision, Restart, Roster
+from paramserve.launch.roster import (
+    Exclude,
+    Interrupt,
+    Kill,
+    Launch,
+    Replace,
+    Restart,
+    Retire,
+    Roster,
+)
 from paramserve.launch.waiting import Latch
 from paramserve.logs import write_line
 from paramserve.observe.amounts import trained_only
@@ -66,18 +79,12 @@ QUICK_TICK_S = 0.005
 LAST_STATUS_S = 0.5
 LAST_BEATS_S = 0.1
 """The same for a coordinator that lives, whose servers do not."""
-ABANDON_S = 1.0
-"""How long processes that are abandoned may take to end in order, if `stop_s` is longer."""
 PREPARE_S = 2.0
 """How long each attempt to connect may take that nothing waits for yet."""
 PREPARE_END_S = 10.0
 """How long the end waits for such an attempt: the servers are gone, and it fails by itself."""
 TOKEN_BYTES = 32
-KILL_S = 10.0
-"""A killed process is gone at once, unless the kernel holds it (a dead disk, a debugger)."""
 OWN_REPORTS = ("ready", "failed", "returned")
-
-State = Literal["starting", "running", "resuming", "finishing", "finished", "stopped", "failed"]
 
 
 class Supervisor:
@@ -125,7 +132,6 @@ class Supervisor:
         self.state: State = "starting"
         self.error: BaseException | None = None
         self.ended = Latch()
-        self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.restarts: list[Entry] = []
         self.rollbacks: list[Rollback] = []
@@ -137,30 +143,40 @@ class Supervisor:
         self._prepare = prepare
         self._recovery = recovery
         self._fell_at: float | None = None
+        """When a process ended whose end the run goes on from; None: workers run (again)."""
         self._updates = 0
         """Known of when it fell."""
-        """When a process ended whose end the run goes on from; None: workers run (again)."""
         self._preparing: threading.Thread | None = None
-        self._failed: BaseException | None = None
-        """Why the run has failed while its servers live: it ends when they have been read."""
-        self._stop_at: float | None = None
-        self._abandoned = False
+        self._stops = self._abandoned = False
+        """It was told to, by any thread."""
         self._watched = False
         """The thread that watches has been started."""
         self._may_end = threading.Lock()
         """Taken by what ends it: that thread, or `_end_unwatched` in its place."""
         self._start_latch = Latch()
         """Everything is launched that can be, or nothing will be."""
-        self._over = False
-        """Nothing is begun any more."""
         self._ending = False
-        self._workers_asked_to_end = False
         self._directory = ""
         """For sockets; empty: there is none."""
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys], plan.environment)
         self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
         self.overview = Overview((), self.credentials, plan.limits, plan.deadlines)
+        point = recovery.resume_point if recovery is not None else None
+        terms = Terms(
+            servers=plan.servers,
+            workers=plan.workers,
+            on_worker_death=plan.on_worker_death,
+            deadlines=plan.deadlines,
+            start_s=plan.own_deadlines.start_s,
+            timeout_s=plan.timeout_s,
+            shares_host=self._fleet.shares_host,
+            collects=collect is not None,
+            resumes=recovery.resumes if recovery is not None else None,
+            strict=recovery is not None and recovery.strict,
+            checkpoint=point.path if point is not None else "",
+        )
+        self._life = Life(terms, time.monotonic())
         self.attempt = self._new_attempt(plan)
 
     # --- for any thread -------------------------------------------------------------------------
@@ -169,17 +185,17 @@ class Supervisor:
     def seconds(self) -> float:
         """Since the start; stands still once it has ended."""
         until = self.ended_at if self.ended_at is not None else time.monotonic()
-        return until - self.started_at
+        return until - self._life.started_at
 
     @property
     def ended_early(self) -> bool:
         """Whether its workers were told to end before they were done."""
-        return self.state == "stopped" or self._workers_asked_to_end
+        return self.state == "stopped" or self._life.dismissed
 
     @property
     def failing(self) -> bool:
         """Whether it ends because of an error."""
-        return self._failed is not None
+        return self._life.failure is not None
 
     @property
     def checkpoints(self) -> CheckpointStatus | None:
@@ -247,8 +263,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End the workers now, then everything else in order; returns at once."""
-        if self._stop_at is None:
-            self._stop_at = time.monotonic() + self.plan.deadlines.stop_s
+        self._stops = True
         if not self._watched:
             self._end_unwatched()
 
@@ -278,7 +293,11 @@ class Supervisor:
             self._watched = True
             if self._recovery is not None and (begins := self._recovery.line()):
                 write_line(begins)
-            self._begin()
+            if self._fleet.shares_host:
+                self._make_directory()
+            # Elsewhere the coordinator says where it listens, when it does.
+            for effect in self._life.begin(time.monotonic()):
+                self._act(effect)
             self._start_latch.set()
         except BaseException:
             self.abandon()
@@ -289,8 +308,8 @@ class Supervisor:
         if not self._may_end.acquire(blocking=False):
             return
         self._abandoned = True
-        self.error = self._stopped()
-        self._over = True
+        self._life.step([Abandon()], time.monotonic())
+        self.error = self._life.error
         try:
             self._release()
         finally:
@@ -298,13 +317,8 @@ class Supervisor:
             atexit.unregister(self.abandon)
 
     def _new_attempt(self, plan: Plan) -> Attempt:
-        return Attempt(plan, self._fleet, self.credentials, self.overview, self._why_fixed)
-
-    def _begin(self) -> None:
-        """Start what can be started before anything is up."""
-        if self._fleet.shares_host:
-            self._make_directory()
-        self.attempt.launch(self._directory)
+        roster, line = self._life.roster, (self.credentials, self.overview)
+        return Attempt(plan, self._fleet, roster, *line, self._why_fixed)
 
     def _make_directory(self) -> None:
         """Make the folder (0700) for sockets. `_release` knows of it before it is there."""
@@ -314,173 +328,159 @@ class Supervisor:
         except OSError:
             self._directory = ""  # what is there is another one's
             raise
+        self.attempt.use_directory(path)
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if not self._may_end.acquire(blocking=False):
             return
-        error: BaseException | None = None
         self._start_latch.wait()
+        while not self._life.over:
+            try:
+                self._watch()
+            except BaseException as unexpected:
+                self._break_down(unexpected)
         try:
-            error = self._watch()
-        except BaseException as unexpected:
-            error = unexpected
-        self.error = error  # from here on, for clients
-        self._over = True
-        self.attempt.scaling.refuse()
-        try:
-            for do in (self._end, self._release, self._let_go):
+            for do in (self._release, self._let_go):
                 try:
                     do()
                 except BaseException as unexpected:
-                    self.error = self.error if self.error is not None else unexpected
+                    self._break_down(unexpected)
         finally:
             self._conclude()
+
+    def _break_down(self, error: BaseException) -> None:
+        """What was decided could not be done: it ends."""
+        with contextlib.suppress(BaseException):
+            self._happen(Breakdown(error))
 
     def _conclude(self) -> None:
         """It has ended, whatever happened: the driver waits for this without a limit."""
         self.ended_at = time.monotonic()
-        if self._abandoned or (self.error is None and self._stop_at is not None):
-            self.state = "stopped"
-        else:
-            self.state = "failed" if self.error is not None else "finished"
+        self.error, self.state = self._life.error, self._life.outcome
         self.ended.set()
         self.attempt.served.set()
 
-    def _watch(self) -> BaseException | None:
-        """Until it is over: returns why it failed, or None for an end in order."""
-        while True:
-            waits = self.attempt.collecting is not None or self._stop_at is not None
-            quick = waits or self.attempt.scaling.under_way
-            self._take(self._processes.events(QUICK_TICK_S if quick else TICK_S))
-            now = time.monotonic()
-            if self._abandoned:
-                return self._failed if self._failed is not None else self._stopped()
-            self.attempt.scaling.go_on(now)
-            decision = self.roster.decide(now)
-            error = decision.error if decision.error is not None else self._limit_error(now)
-            if error is not None and self._roll_back(error, now):
-                continue
-            if error is not None and not self._collect_before_failing(error):
-                return self._failed if self._failed is not None else error
-            self._act(decision)
-            if self.roster.serving:
-                self._poll_health(now)
-            collecting = self.attempt.collecting
-            if collecting is not None:
-                if not collecting.is_alive():
-                    return self._failed if self._failed is not None else self.attempt.collect_error
-            elif decision.finished or self._stop_workers(now):
-                if not self.roster.serving or self._collect is None:
-                    return None
-                self._begin_collecting()
+    def _watch(self) -> None:
+        """Pass on what has happened since the last call; waits a little if nothing has."""
+        attempt, life = self.attempt, self._life
+        quick = attempt.collecting is not None or self._stops or attempt.scaling.under_way
+        wait_s = QUICK_TICK_S if quick else TICK_S
+        if life.wake_at is not None:
+            wait_s = min(wait_s, max(life.wake_at - time.monotonic(), 0.0))
+        events = [self._take(*each) for each in attempt.processes.events(wait_s)]
+        if self._abandoned:
+            events.append(Abandon())
+        elif self._stops:
+            events.append(Stop())
+        elif not life.ending:
+            attempt.scaling.go_on(time.monotonic())
+        if attempt.collecting is not None and not attempt.collecting.is_alive():
+            events.append(Collected(attempt.collect_error))
+        if attempt.served.is_set() and not life.ending and self.state != "resuming":
+            events += self._health(time.monotonic())
+        self._happen(*events)
 
-    def _limit_error(self, now: float) -> ParamServeError | None:
-        """The error of a run that takes longer than it may, or whose checkpoints must not fail,
-        unless it ends already."""
-        if self.attempt.collecting is not None or self._stop_at is not None:
-            return None
-        limit_s = self.plan.timeout_s
-        if limit_s is not None and now > self.started_at + limit_s:
-            return timed_out(limit_s, self.roster.workers())
-        status, recovery = self.overview.status, self._recovery
-        report = status.checkpoints if status is not None else None
-        if recovery is None or report is None or not (recovery.strict and report.failed):
-            return None
-        return CheckpointError(
-            f"a checkpoint was not written: {report.why}",
-            applied="unknown",
-            fix="look at the folder's storage, or train on without it: ps.Checkpoint(strict=False)",
-        )
-
-    def _collect_before_failing(self, error: ParamServeError) -> bool:
-        """Whether the end for this error waits until the workers are told to end and the servers
-        are read, as after a `stop`; not where they are gone, or where it did so for another."""
-        if self._failed is not None or self._collect is None or not self.roster.readable:
-            return False
-        self._failed = error
-        self.stop()
-        return True
-
-    def _take(self, events: Iterable[tuple[Key, Event]]) -> None:
-        now = time.monotonic()
-        for key, event in events:
-            if isinstance(event, Ended):
-                self.roster.on_end(key, event.status, now, event.process.why)
-            else:
-                self.roster.on_report(key, event.kind, event.body, now)
-                if key.kind == "worker" and event.kind == "ready":
-                    self._note_resumed(now)
-                if key == COORDINATOR and event.kind == "ready" and not self.addresses:
-                    self.attempt.launch_rest(
-                        msgspec.msgpack.decode(event.body, type=tuple[str, ...])
-                    )
-                if event.kind == "extra state":
-                    state = msgspec.msgpack.decode(event.body, type=ExtraState)
-                    self.extra_states[state.group] = state.pickled
-                elif event.kind not in OWN_REPORTS:
-                    if event.kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
-                        write_line(alone_so_far(key.number))
-                    self.reports.append((key, event.kind, event.body))
+    def _take(self, key: Key, event: Ended | Reported) -> Event:
+        """A process has reported or ended."""
+        if isinstance(event, Ended):
+            return ProcessEnd(key, event.status, event.process.why)
+        kind, body = event.kind, event.body
+        if key == COORDINATOR and kind == "ready" and not self.addresses:
+            self.attempt.use_addresses(msgspec.msgpack.decode(body, type=tuple[str, ...]))
+        if key.kind == "worker" and kind == "ready":
+            self._note_resumed(time.monotonic())
+        elif kind == "extra state":
+            state = msgspec.msgpack.decode(body, type=ExtraState)
+            self.extra_states[state.group] = state.pickled
+        elif kind not in OWN_REPORTS:
+            if kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
+                write_line(alone_so_far(key.number))
+            self.reports.append((key, kind, body))
+        return Report(key, kind, body)
 
     def _heard_of(self, kind: str) -> bool:
         return any(each == kind for _, each, _ in self.reports)
 
-    def _act(self, decision: Decision) -> None:
-        """Do what was decided, and keep what the result tells of it."""
-        for rank in decision.dead:
-            dead = self.roster.entries[Key("worker", rank)]
-            self.failures[rank] = worker_failed(dead)
-            self.overview.mark_dead(rank, incarnation=dead.incarnation)
-        allowed = self.plan.on_worker_death
-        if isinstance(allowed, Restart):
-            for entry in decision.restart:
-                write_line(started_again(entry, allowed.times))
-        self.restarts.extend(decision.restart)
-        self._processes.carry_out(decision)
-
-    def _poll_health(self, now: float) -> None:
-        if not self.attempt.served.is_set():
-            self.state = "running"
-            self.attempt.served.set()
-            if self._prepare is not None:
-                self._preparing = threading.Thread(
-                    target=self._prepare, name="paramserve-prepare", daemon=True
-                )
-                self._preparing.start()
+    def _health(self, now: float) -> list[Event]:
+        """What the coordinator knows of the processes, and of checkpoints that failed."""
         self.overview.tick(now)
+        status, keys = self.overview.status, set(self._processes.values())
         silent = self.overview.silent(now)
-        for process, key in self._processes.items():
-            if key in silent:
-                self.roster.on_silence(key, now, silent[key])
-                if self.roster.entries[key].silent and key.kind == "worker":
-                    process.kill()  # it is fenced off already, and must not stay behind
+        events: list[Event] = [Silence(key, silent[key]) for key in silent if key in keys]
+        report = status.checkpoints if status is not None else None
+        if self._recovery is not None and report is not None and report.failed:
+            events.append(CheckpointFailed(report.why))
+        return events
+
+    def _happen(self, *events: Event) -> None:
+        """Have it decided what these events mean, and do that."""
+        effects = self._life.step(events, time.monotonic())
+        self.state = self._life.state
+        for effect in effects:
+            self._act(effect)
+
+    def _act(self, effect: Effect) -> None:
+        processes = self._processes
+        match effect:
+            case Launch(keys):
+                processes.launch(keys)
+            case Interrupt(keys):
+                for process in processes.of(keys):
+                    process.interrupt()
+            case Kill(keys):
+                for process in processes.of(keys):
+                    process.kill()
+            case Exclude(entry):
+                self.failures[entry.key.number] = worker_failed(entry)
+                self._mark_dead(entry)
+            case Replace(entry):
+                allowed = self.plan.on_worker_death
+                assert isinstance(allowed, Restart)
+                write_line(started_again(entry, allowed.times))
+                self.restarts.append(entry)
+                self._mark_dead(entry, final=False)
+            case Retire(entry):  # most have left, killed ones have not
+                self._mark_dead(entry)
+                if entry.key.number >= self.roster.target:
+                    processes.give_back([entry.key])
+            case Serving():
+                self._begin_serving()
+            case Collect():
+                self._begin_collecting()
+            case Select(cause, damaged):
+                self._select(cause, damaged)
+            case Begin(cause, damaged, workers):
+                self._begin_again(cause, damaged, workers)
+            case End(error, serving):
+                self._begin_end(error, serving)
+            case Close(keys):
+                for process in processes.of(keys):
+                    self._tell_cut(process)
+
+    def _mark_dead(self, entry: Entry, *, final: bool = True) -> None:
+        rank, incarnation = entry.key.number, entry.incarnation
+        self.overview.mark_dead(rank, final=final, incarnation=incarnation)
+
+    def _begin_serving(self) -> None:
+        self.attempt.served.set()
+        if self._prepare is not None:
+            self._preparing = threading.Thread(
+                target=self._prepare, name="paramserve-prepare", daemon=True
+            )
+            self._preparing.start()
 
     def _why_fixed(self) -> str:
         """Why the number of workers can no longer be changed; empty: it can."""
         trains = self.state in ("starting", "running")
-        if trains and not (self._over or self._abandoned or self._stop_at is not None):
+        ends = self._life.ending or self._life.stopped or self._abandoned or self._stops
+        if trains and not ends:
             return ""
         why = "it ends" if trains else f"it is {self.state}"
         if isinstance(self.error, ParamServeError):
             why += f" ({self.error.failed.splitlines()[0]})"
         return why
-
-    def _stop_workers(self, now: float) -> bool:
-        """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
-        if self._stop_at is None or self.state == "resuming":
-            return False
-        workers = self._processes.workers()
-        if not self._workers_asked_to_end:
-            self._workers_asked_to_end = True
-            self.roster.dismiss_workers()
-            for process in workers:
-                process.interrupt()
-        if now > self._stop_at:
-            for process in workers:
-                process.kill()
-        return all(process.exit_status is not None for process in workers)
 
     def _begin_collecting(self) -> None:
         assert self._collect is not None
@@ -491,71 +491,44 @@ class Supervisor:
                 collect(attempt)
             except BaseException as error:
                 attempt.collect_error = error
-                if self._failed is not None:
+                if self.failing:
                     logger.warning("not all values of the run that failed were kept: %s", error)
 
-        self.state = "finishing"
         collecting = threading.Thread(target=run, name="paramserve-collect", daemon=True)
         attempt.collecting = collecting
         collecting.start()
 
     # --- going on from a checkpoint ---------------------------------------------------------------
 
-    def _roll_back(self, error: ParamServeError, now: float) -> bool:
-        """Whether the run goes on from a checkpoint and does not end for this error. Everything is
-        started anew then, as if all processes had ended at the cut.
-
-        Raises:
-            OSError, ParamServeError: it cannot.
-        """
-        recovery, attempt = self._recovery, self.attempt
-        if recovery is None or self._failed is not None or self._stop_at is not None:
-            return False
-        if isinstance(error, CheckpointDamaged) and not attempt.served.is_set():
-            if not recovery.refuse(error):
-                return False
-            if self._fell_at is not None:  # it was told that the run goes on from the damaged one
-                last = self.rollbacks.pop()
-                self._note_rollback(last.error, last.clocks_before, self._updates, self._fell_at)
-            return self._begin_again(error)
-        if not isinstance(error, ServerGone | CoordinatorGone):
-            return False
-        up = attempt.served.is_set() or bool(self.rollbacks)
-        if not (up and recovery.resumes):
-            ends_despite_checkpoints(error, 0)
-            return False
-        self.state = "resuming"
-        if isinstance(error, ServerGone) and self.overview.error is None:
-            self.overview.ask_now(now, LAST_BEATS_S)
-        attempt.processes.kill_all()
+    def _select(self, cause: ParamServeError, damaged: bool) -> None:
+        """Find the newest checkpoint."""
+        recovery = self._recovery
+        assert recovery is not None
+        if not damaged:
+            self._fell_at = time.monotonic()
+        if isinstance(cause, ServerGone) and self.overview.error is None:
+            self.overview.ask_now(time.monotonic(), LAST_BEATS_S)
         try:
-            goes_on = recovery.choose_after_death(self.overview.status)
+            if isinstance(cause, CheckpointDamaged) and damaged:
+                recovery.refuse(cause)
+            else:
+                recovery.choose_after_death(self.overview.status)
         except CheckpointError as none_left:
-            raise none_left from error
-        if not goes_on:
-            write_line(
-                f"the run went back to the same checkpoint {SAME_MAX} times in a row: it ends"
-            )
-            ends_despite_checkpoints(error, SAME_MAX + 1)
-            return False
-        groups = trained_only(by_group(self.overview.beats))
-        clocks = {name: group.clock for name, group in groups.items()}
-        self._updates = sum(group.version for group in groups.values())
-        self._note_rollback(error, clocks, self._updates, now)
-        return self._begin_again(error)
+            self._happen(Selection(error=none_left))
+            return
+        point = recovery.resume_point
+        if point is None:
+            self._happen(Selection())
+        else:
+            self._happen(Selection(point.path, point.restore_s))
 
-    def _begin_again(self, why: ParamServeError) -> bool:
-        """Start everything anew, from what `recovery` has chosen; whether that was done."""
+    def _begin_again(self, cause: ParamServeError, damaged: bool, workers: int) -> None:
+        """Prepare another attempt, from what `recovery` has chosen."""
         assert self._recovery is not None
-        self.state, old = "resuming", self.attempt
-        old.processes.kill_all()
+        self._note_rollback(cause, damaged)
+        old = self.attempt
         old.scaling.refuse()
-        old.close_clients(why)
-        until = time.monotonic() + KILL_S
-        while any(process.exit_status is None for process in old.processes):
-            old.processes.events(QUICK_TICK_S)
-            if self._abandoned or time.monotonic() > until:
-                return False
+        old.close_clients(cause)
         if old.collecting is not None:  # its clients are closed
             old.collecting.join(PREPARE_END_S)
         if self._forget is not None:
@@ -568,29 +541,36 @@ class Supervisor:
         self._recovery.attempt_over(self.overview.status)
         self.overview.begin_anew()
         checkpoints = self._recovery.plan(self.plan.checkpoints.seed)
-        self.attempt = self._new_attempt(self.plan.again(old.roster.target, checkpoints))
+        self.attempt = self._new_attempt(self.plan.again(workers, checkpoints))
+        if self._directory:
+            self.attempt.use_directory(self._directory)
         old.served.set()
-        self.attempt.launch(self._directory)
-        return True
 
-    def _note_rollback(
-        self, error: ParamServeError, before: Mapping[str, int], updates: int, now: float
-    ) -> None:
+    def _note_rollback(self, cause: ParamServeError, damaged: bool) -> None:
         """Tell from where the run goes back to what `recovery` has chosen."""
+        if not damaged:
+            groups = trained_only(by_group(self.overview.beats))
+            before = {name: group.clock for name, group in groups.items()}
+            self._updates = sum(group.version for group in groups.values())
+            self._tell_rollback(cause, before)
+        elif self._fell_at is not None:  # it was told that the run goes on from the damaged one
+            last = self.rollbacks.pop()
+            self._tell_rollback(last.error, last.clocks_before)
+
+    def _tell_rollback(self, cause: ParamServeError, before: Mapping[str, int]) -> None:
         source = self._recovery.resume_point if self._recovery is not None else None
         cut = source.manifest.cut if source is not None else Cut(step=0, shards=self.plan.servers)
         clocks = trained_only(cut.clocks)
         names = before.keys() | clocks.keys()  # a heartbeat may be older than the cut
         back = Rollback(
-            error,
+            cause,
             source.path if source is not None else "",
             {name: max(before.get(name, 0), clocks.get(name, 0)) for name in names},
             clocks,
-            max(updates - cut.updates, 0),
+            max(self._updates - cut.updates, 0),
             0.0,
         )
         self.rollbacks.append(back)
-        self._fell_at = now
         write_line(back.line())
 
     def _note_resumed(self, now: float) -> None:
@@ -602,42 +582,13 @@ class Supervisor:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        """Ask all processes to end and wait `stop_s` for it. Workers that have returned end by
-        themselves, within `exit_s`; what they still report is taken."""
-        if self.error is None or self._failed is not None:
-            if self.roster.serving:
-                self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
+    def _begin_end(self, error: BaseException | None, serving: bool) -> None:
+        self.error = error  # from here on, for clients
+        self.attempt.scaling.refuse()
+        if serving:
+            self.overview.ask_now(time.monotonic(), LAST_STATUS_S)
+        if error is None or self.failing:
             self._close_clients()
-        self.roster.stop_workers()
-        stopped = self._stop_at is not None and self._failed is None
-        exiting = [] if self._abandoned or stopped else self._exiting()
-        others = [process for process in self._processes if process not in exiting]
-        for process in reversed(others):  # the coordinator last: a server that loses it reconnects
-            process.interrupt()
-        now = time.monotonic()
-        self._await_ends(others, now + self.plan.deadlines.stop_s)
-        self._await_ends(exiting, now + self.plan.deadlines.exit_s)
-        self._take(self._processes.events(0.0))
-        for process in exiting:
-            if process.exit_status is None and not self._abandoned:
-                self._tell_cut(process)
-
-    def _exiting(self) -> list[Process]:
-        """Workers whose function has returned and that have yet to end."""
-        entries = self.roster.entries
-        workers = [process for process in self._processes.workers() if process.exit_status is None]
-        return [each for each in workers if entries[self._processes[each]].returned is not None]
-
-    def _await_ends(self, processes: Sequence[Process], end_by: float) -> None:
-        """Until these processes have ended, or until then; what is told meanwhile is taken."""
-        while any(process.exit_status is None for process in processes):
-            now = time.monotonic()
-            if self._abandoned:
-                end_by = min(end_by, now + ABANDON_S)
-            if now >= end_by:
-                return
-            self._take(self._processes.events(min(end_by - now, TICK_S)))
 
     def _tell_cut(self, process: Process) -> None:
         exit_s = self.plan.deadlines.exit_s
@@ -670,8 +621,5 @@ class Supervisor:
     def _why_ended(self) -> BaseException:
         if self.error is not None:
             return self.error
-        stopped = self._abandoned or self._stop_at is not None
+        stopped = self._abandoned or self._stops
         return over(self.seconds, workers=self.plan.workers > 0, stopped=stopped)
-
-    def _stopped(self) -> ClientClosed:
-        return stopped(self.seconds, workers=self.plan.workers > 0)

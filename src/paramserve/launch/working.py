@@ -15,8 +15,8 @@ from paramserve.errors import (
     ServerGone,
     Timeout,
 )
-from paramserve.launch.checkpoints import SAME_MAX
 from paramserve.launch.connect import connect, described_by
+from paramserve.launch.life import SAME_MAX
 from paramserve.logs import write_line
 from paramserve.worker import Worker
 

@@ -359,7 +359,7 @@ def test_run_interrupted_again_while_it_stops_has_ended_without_a_result(
 def launched(servers: int = 1) -> Job:
     """A job without workers, whose processes are never heard of."""
     plan = Plan(servers=servers, workers=0, consistency=ConsistencySpec("Async"))
-    job = Job(plan, HasNoProcesses(0), seed=3)
+    job = Job(plan, Puppets(), seed=3)
     job.launch()
     return job
 
@@ -379,31 +379,6 @@ def test_value_that_cannot_be_unpickled_here_costs_no_other_one() -> None:
         assert len(caught.value.__notes__) == 1, "that there is a result"
         assert caught.value.result.state_dict("default")["w"].tolist() == [1.0]
     assert job.state_dict("default")["w"].tolist() == [1.0]
-
-
-class HasNoProcesses(KeepsRoles):
-    """An engine whose processes are never heard of."""
-
-    def launch(self, role: Role) -> Process:
-        return Silent()
-
-    def events(self, timeout_s: float) -> list[Any]:
-        return []
-
-
-class Silent:
-    """A process that has ended."""
-
-    name = "server 0"
-
-    pid = 0
-    exit_status = 0
-    why = ""
-
-    def interrupt(self) -> None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout_s: float) -> int:
-        return 0
 
 
 def test_result_says_how_many_records_are_missing() -> None:
@@ -529,7 +504,7 @@ def test_result_state_of_an_unfrozen_layer_is_what_the_servers_hold() -> None:
     for number in range(2):
         body = msgspec.msgpack.encode(ExtraState("model", cloudpickle.dumps(told)))
         event: Any = SimpleNamespace(kind="extra state", body=body)
-        job._supervisor._take([(COORDINATOR, event)])
+        job._supervisor._take(COORDINATOR, event)
         assert len(job._supervisor.reports) == 0, f"report {number} replaces the one before"
     job._supervisor.attempt.readout.values = {"model": {"unfrozen": np.ones(1)}}
     job.stop()

@@ -21,7 +21,8 @@ from paramserve.engine.base import Failure
 from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeError, ServerGone
 from paramserve.launch import supervisor
 from paramserve.launch.attempt import Attempt
-from paramserve.launch.checkpoints import SAME_MAX, Checkpoint, Recovery, recovery_of
+from paramserve.launch.checkpoints import Checkpoint, Recovery, recovery_of
+from paramserve.launch.life import SAME_MAX
 from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import CheckpointReport, GroupReport, ServerBeat, Status
 
@@ -237,7 +238,7 @@ def test_servers_that_read_a_checkpoint_may_be_up_later(
     assert run.recovery.resume_point is not None
     more = float(run.recovery.resume_point.manifest.nbytes)
     assert [run.configs(n)[1].deadlines.start_s for n in range(2)] == [60.0, 60.0 + more]
-    assert run.supervisor.attempt.up_by > time.monotonic() + more
+    assert run.supervisor.roster.start_by > time.monotonic() + more
     run.write(2)
     run.kill("coordinator")
     assert run.configs(2)[0].deadlines.start_s < 60.0 + 2 * more  # for each its own

@@ -9,8 +9,19 @@ from tests.suites import each_case
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone, WorkerFailed
-from paramserve.launch.entries import CAUSE_S, COORDINATOR, Key
-from paramserve.launch.roster import Decision, OnWorkerDeath, Restart, Roster
+from paramserve.launch.entries import CAUSE_S, COORDINATOR, Entry, Key
+from paramserve.launch.roster import (
+    Decision,
+    Exclude,
+    Interrupt,
+    Kill,
+    Launch,
+    OnWorkerDeath,
+    Replace,
+    Restart,
+    Retire,
+    Roster,
+)
 
 START_BY = 60.0
 RETIRE_S, STOP_S = 30.0, 2.0
@@ -25,6 +36,11 @@ def running(on_worker_death: OnWorkerDeath = "stop", servers: int = 1, workers: 
     for key in roster.entries:
         roster.on_report(key, "ready", msgspec.msgpack.encode(FIRST), now=1.0)
     return roster
+
+
+def replaced(decision: Decision) -> list[Entry]:
+    """The workers that are started again, as they died."""
+    return [each.entry for each in decision.effects if isinstance(each, Replace)]
 
 
 def raised(kind: str, text: str = "why") -> bytes:
@@ -134,7 +150,7 @@ def test_worker_killed_and_another_complaining_reports_the_kill() -> None:
 def test_continue_goes_on_with_the_rest_and_tells_once() -> None:
     roster = running("continue")
     roster.on_end(WORKER, -9, 2.0)
-    assert roster.decide(2.0) == Decision(dead=(0,))
+    assert roster.decide(2.0) == Decision(effects=(Exclude(roster.entries[WORKER]),))
     assert roster.decide(2.1) == Decision()
     roster.on_report(OTHER, "returned", b"", 3.0)
     assert roster.decide(3.0) == Decision(finished=True)
@@ -144,7 +160,7 @@ def test_continue_last_worker_returned_before_the_other_died_is_finished() -> No
     roster = running("continue")
     roster.on_report(OTHER, "returned", b"", 2.0)
     roster.on_end(WORKER, -9, 3.0)
-    assert roster.decide(3.0) == Decision(dead=(0,), finished=True)
+    assert roster.decide(3.0) == Decision(None, (Exclude(roster.entries[WORKER]),), finished=True)
 
 
 def test_continue_fails_when_all_workers_died() -> None:
@@ -161,7 +177,9 @@ def test_continue_does_not_count_a_complaint_before_its_cause_can_show() -> None
     roster = running("continue", workers=3)
     roster.on_end(WORKER, -9, 2.0)
     roster.on_report(OTHER, "failed", raised("ServerGone"), 2.0)
-    assert roster.decide(2.0) == Decision(dead=(0,))
+    decision = roster.decide(2.0)
+    assert decision.effects == (Exclude(roster.entries[WORKER]),)
+    assert decision.look_again_at == 2.0 + CAUSE_S
     roster.on_end(SERVER, -9, 2.1)
     assert isinstance(roster.decide(2.1).error, ServerGone)
 
@@ -197,7 +215,8 @@ def test_restart_dead_worker_is_started_again_and_fails_past_its_times() -> None
     for times in range(2):
         roster.on_end(WORKER, -9, 2.0 + times)
         decision = roster.decide(2.0 + times)
-        assert [(e.key, e.restarts, e.status) for e in decision.restart] == [(WORKER, times, -9)]
+        assert [(e.key, e.restarts, e.status) for e in replaced(decision)] == [(WORKER, times, -9)]
+        assert decision.effects[-1] == Launch((WORKER,))
         assert decision.error is None
         assert roster.worker_states() == {0: "starting", 1: "running"}
     roster.on_end(WORKER, -9, 5.0)
@@ -221,7 +240,7 @@ def test_restart_refusal_that_would_come_again_fails_at_once(report: bytes, agai
     roster = running(Restart(times=2))
     roster.on_report(WORKER, "failed", report, now=2.0)
     decision = roster.decide(2.0)
-    assert bool(decision.restart) == again
+    assert bool(replaced(decision)) == again
     assert isinstance(decision.error, WorkerFailed) != again
 
 
@@ -229,7 +248,7 @@ def test_restart_each_rank_has_its_own_times() -> None:
     roster = running(Restart(times=1))
     roster.on_end(WORKER, -9, 2.0)
     roster.on_end(OTHER, 3, 2.0)
-    assert [entry.key for entry in roster.decide(2.0).restart] == [WORKER, OTHER]
+    assert [entry.key for entry in replaced(roster.decide(2.0))] == [WORKER, OTHER]
 
 
 def test_restart_server_is_not_restarted() -> None:
@@ -292,7 +311,7 @@ def test_scale_up_joiner_is_restarted_as_the_others_are() -> None:
     roster = running(Restart(times=1))
     roster.scale(3, 2.0)
     roster.on_end(THIRD, -9, 3.0)
-    assert [entry.key for entry in roster.decide(3.0).restart] == [THIRD]
+    assert [entry.key for entry in replaced(roster.decide(3.0))] == [THIRD]
 
 
 def test_scale_to_the_same_number_changes_nothing() -> None:
@@ -316,7 +335,7 @@ def test_retiring_worker_may_end_as_it_likes(how: str, on_worker_death: OnWorker
     assert roster.decide(3.5).error is None
     roster.on_end(OTHER, 0 if how == "returned" else -9, 4.0)
     entry = roster.entries[OTHER]
-    assert roster.decide(4.0) == Decision(retirees=(entry,))
+    assert roster.decide(4.0) == Decision(effects=(Retire(entry),))
     assert roster.decide(5.0) == Decision(), "it is told once"
     assert roster.worker_states() == {0: "running", 1: "retired"}
     assert (entry.returned == b"early") == (how == "returned")
@@ -343,9 +362,9 @@ def test_retiring_worker_that_takes_too_long_is_interrupted_then_killed_once() -
     roster.scale(1, 2.0)
     assert roster.decide(2.0) == Decision(look_again_at=2.0 + RETIRE_S)
     due = 2.0 + RETIRE_S
-    assert roster.decide(due) == Decision(interrupt=(OTHER,), look_again_at=due + STOP_S)
+    assert roster.decide(due) == Decision(None, (Interrupt((OTHER,)),), look_again_at=due + STOP_S)
     assert roster.decide(due + 1) == Decision(look_again_at=due + STOP_S)
-    assert roster.decide(due + STOP_S) == Decision(kill=(OTHER,))
+    assert roster.decide(due + STOP_S) == Decision(effects=(Kill((OTHER,)),))
     assert roster.decide(99.0) == Decision()
 
 
@@ -353,7 +372,7 @@ def test_starting_worker_that_is_to_retire_is_ended_at_once() -> None:
     roster = running()
     roster.scale(3, 2.0)
     roster.scale(2, 3.0)
-    assert roster.decide(3.0).interrupt == (THIRD,)
+    assert roster.decide(3.0).effects == (Interrupt((THIRD,)),)
     roster.on_end(THIRD, 143, 3.1)
     assert roster.decide(3.1).error is None
 
@@ -367,9 +386,8 @@ def test_rank_that_comes_back_waits_for_the_end_of_its_old_process() -> None:
     roster.on_report(WORKER, "returned", b"", 4.0)
     assert not roster.decide(4.0).finished, "the rank is wanted again"
     roster.on_end(OTHER, 0, 5.0)
-    decision = roster.decide(5.0)
-    assert decision.launch == (OTHER,)
-    assert [entry.key for entry in decision.retirees] == [OTHER]
+    old = roster.entries[OTHER]
+    assert roster.decide(5.0).effects == (Retire(old), Launch((OTHER,)))
     assert roster.worker_states() == {0: "returned", 1: "starting"}
     assert roster.decide(6.0) == Decision()
     roster.on_report(OTHER, "returned", b"again", 7.0)
@@ -382,7 +400,7 @@ def test_rank_that_comes_back_and_goes_again_is_not_launched() -> None:
     roster.scale(2, 3.0)
     roster.scale(1, 4.0)
     roster.on_end(OTHER, 0, 5.0)
-    assert roster.decide(5.0).launch == ()
+    assert roster.decide(5.0).effects == (Retire(roster.entries[OTHER]),)
     assert roster.scale(2, 6.0) == (OTHER,), "its process has ended"
     assert roster.worker_states()[1] == "starting"
 

@@ -11,8 +11,8 @@ import pytest
 import paramserve as ps
 from paramserve.errors import ConnectTimeout, CoordinatorGone, ServerGone
 from paramserve.launch import working
-from paramserve.launch.checkpoints import SAME_MAX
 from paramserve.launch.connect import ADDRESS
+from paramserve.launch.life import SAME_MAX
 
 
 class Lost(SimpleNamespace):
