@@ -252,8 +252,6 @@ class CoordinatorConfig(Struct, frozen=True):
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
     checkpoints: CheckpointPlan = CheckpointPlan()
-    timeout_s: float = 0.0
-    """Within which all workers are to have come and left; 0: at any time."""
 
 
 class ServerConfig(Struct, frozen=True):

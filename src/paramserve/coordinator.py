@@ -29,6 +29,7 @@ from paramserve.core.coordination import (
     ProcessPaused,
     TimePassed,
 )
+from paramserve.core.membership import Membership
 from paramserve.debugging import report
 from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.errors import ProtocolError
@@ -104,8 +105,6 @@ class CoordinatorRole:
         """Called when a server that had registered is lost."""
         self.on_server_ends: Callable[[int], None] = lambda shard: None
         """Called when a server that had registered was told to end: its shard."""
-        self.on_timed_out: Callable[[], None] = lambda: None
-        """Called when the cluster's `timeout_s` is over before all workers have come and left."""
         self.on_members: Callable[[Members], None] = lambda members: None
         """Called with every change of the membership."""
         self._closed = False
@@ -155,14 +154,9 @@ class CoordinatorRole:
         self._closed = True
 
     @property
-    def all_left(self) -> bool:
-        """Whether every worker has come, and has left or died."""
-        return self._coordination.membership.all_left
-
-    @property
-    def missing_servers(self) -> list[int]:
-        """Shards whose server has not registered yet."""
-        return self._coordination.membership.missing_servers
+    def membership(self) -> Membership:
+        """Servers and workers, as they are known now: to be read."""
+        return self._coordination.membership
 
     @property
     def is_as_saved(self) -> bool:
@@ -173,12 +167,6 @@ class CoordinatorRole:
     def can_be_saved(self) -> bool:
         """Whether there is something for a checkpoint."""
         return self._coordination.can_be_saved()
-
-    @property
-    def lost_servers(self) -> dict[int, tuple[str, ...]]:
-        """The addresses of each server that is lost, by shard."""
-        servers = self._coordination.membership.servers
-        return {shard: each.addresses for shard, each in sorted(servers.items()) if each.lost}
 
     def _debug(self, ask: AskDebug) -> DebugReport:
         servers, config = self._coordination.membership.servers, self._coordination.config
@@ -221,8 +209,6 @@ class CoordinatorRole:
                 self._connections[number].send(header)
         if decided.server_lost:
             self.on_server_lost()
-        if decided.timed_out:
-            self.on_timed_out()
         for number, notice in decided.notices:
             self._connections[number].send(encode(notice))
         for each in decided.checkpoints:

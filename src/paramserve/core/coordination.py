@@ -142,8 +142,6 @@ class Decided:
     members: Members | None = None
     server_lost: bool = False
     """Whether a server that had registered is lost, and its values with it."""
-    timed_out: bool = False
-    """Whether `timeout_s` of the cluster is over, and not all workers have come and left; once."""
     look_for: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Shards whose server has not come again after a reset, with its addresses: find out whether a
     process listens there, and say so if none does (`NoListener`)."""
@@ -229,7 +227,6 @@ class Coordination:
         self._lost_records = 0
         self._now = 0.0
         self._began: float | None = None
-        self._timed_out = False
         self._decided = Decided()
 
     def step(self, event: CoordinatorEvent, now: float) -> Decided:
@@ -251,7 +248,6 @@ class Coordination:
                     self._died(rank)
                 for rank in self.membership.overdue(now, self.config.deadlines.restart_s):
                     self._ended(rank, DEAD)
-                self._look_at_timeout()
             case NoListener():
                 self._no_listener(event.shard)
             case ProcessPaused():
@@ -278,13 +274,6 @@ class Coordination:
         if self.checkpoints is not None:
             self._pass_on(self.checkpoints)
         return decided
-
-    def _look_at_timeout(self) -> None:
-        timeout_s = self.config.timeout_s
-        assert self._began is not None
-        over = 0.0 < timeout_s <= self._now - self._began
-        if over and not self._timed_out and not self.membership.all_left:
-            self._timed_out = self._decided.timed_out = True
 
     def _living(self) -> set[int]:
         """The clients of the ranks that live."""

@@ -108,13 +108,6 @@ class Membership:
         """Shards whose server has not registered yet."""
         return [shard for shard in range(self.expected_servers) if shard not in self.servers]
 
-    @property
-    def all_left(self) -> bool:
-        """Whether every worker that there is to be has come, and has left or died."""
-        come = all(rank in self.members for rank in range(self.workers))
-        over = all(member.state in (LEFT, DEAD) for member in self.members.values())
-        return bool(self.members) and come and over
-
     def enlist(self) -> int:
         """Give out a free shard number.
 

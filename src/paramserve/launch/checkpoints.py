@@ -24,7 +24,8 @@ from paramserve.checkpoint.manifest import Manifest
 from paramserve.checkpoint.reader import Checkpoint as Saved
 from paramserve.checkpoint.storage import Storage, telling
 from paramserve.config import CheckpointPlan, Resumed, check_count, check_number
-from paramserve.errors import CheckpointDamaged, CheckpointError, shown
+from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeError, shown
+from paramserve.launch.life import Selection
 from paramserve.messages import CheckpointReport, Status
 from paramserve.observe.amounts import trained_only
 from paramserve.observe.checkpoints import (
@@ -214,7 +215,7 @@ class Recovery:
         self.resume_point: ResumePoint | None = None
         self._source = source
         self._required = required
-        self._refused: dict[tuple[str, int], CheckpointError] = {}
+        self._refused: dict[tuple[str, int], ParamServeError] = {}
         """By folder and number: those that are damaged."""
         self._written = self._failed = 0
         """By processes that went before."""
@@ -311,45 +312,44 @@ class Recovery:
             self._written += last.checkpoints.committed
             self._failed += last.checkpoints.failed
 
-    def choose(self) -> None:
+    def select(
+        self, cause: ParamServeError, damaged: bool, last: Status | None = None
+    ) -> Selection:
         """Choose the newest checkpoint of the run that is not damaged; if there is none, the one
         that it began with; if it has written none, its beginning.
 
-        Raises:
-            CheckpointError: there is none, and there must be one; or none of those that there are
-                can be read.
+        Args:
+            cause: why one is chosen.
+            damaged: it says that a process could not read the chosen one, which is left out.
+            last: by the coordinator that has ended, last.
         """
+        before = self.resume_point
+        if damaged and before is not None:
+            self._leave_out(before.folder, before.manifest.number, cause)
+        try:
+            self._choose()
+            report = last.checkpoints if last is not None else None
+            written = self._written + (report.committed if report is not None else 0)
+            if self.resume_point is None and written and not damaged:
+                many = "s" * (written > 1)
+                raise CheckpointError(
+                    f"the run has written {written} checkpoint{many} to {shown(self.folder)}, and "
+                    "none is there",
+                    fix="look who has removed them; to begin anew, start the run again",
+                )
+        except CheckpointError as none_left:
+            return Selection(error=none_left)
+        point = self.resume_point
+        return Selection(point.path, point.restore_s) if point is not None else Selection()
+
+    def _choose(self) -> None:
+        """Raises `CheckpointError`: there is none, and there must be one; or none of those that
+        there are can be read."""
         self.resume_point, refused = self._newest(self.folder, lambda each: each.run == self.run)
         if self.resume_point is None and self._source is not None:
             self.resume_point = self._first(*self._source)
         if self.resume_point is None and refused:
             raise _unreadable(self.folder, refused)
-
-    def choose_after_death(self, last: Status | None = None) -> None:
-        """Choose one again, because a server or the coordinator has ended.
-
-        Args:
-            last: by that coordinator, last.
-        Raises:
-            CheckpointError: as `choose`; or all that it has written are gone.
-        """
-        self.choose()
-        report = last.checkpoints if last is not None else None
-        written = self._written + (report.committed if report is not None else 0)
-        if self.resume_point is None and written:
-            many = "s" * (written > 1)
-            raise CheckpointError(
-                f"the run has written {written} checkpoint{many} to {shown(self.folder)}, and none "
-                "is there",
-                fix="look who has removed them; to begin anew, start the run again",
-            )
-
-    def refuse(self, error: CheckpointDamaged) -> None:
-        """A process could not read the chosen one: choose another one. Raises as `choose`."""
-        damaged = self.resume_point
-        if damaged is not None:
-            self._leave_out(damaged.folder, damaged.manifest.number, error)
-        self.choose()
 
     def _first(self, folder: str, name: str | None) -> ResumePoint | None:
         if name is not None:
@@ -393,7 +393,7 @@ class Recovery:
         with Saved(storage_at(folder), manifest) as saved:
             saved.check()
 
-    def _leave_out(self, folder: str, number: int, error: CheckpointError) -> None:
+    def _leave_out(self, folder: str, number: int, error: ParamServeError) -> None:
         if (folder, number) not in self._refused:
             self._refused[folder, number] = error
             logger.warning("paramserve: a checkpoint is left out: %s", error)

@@ -275,7 +275,7 @@ def over(seconds: float, *, workers: bool, stopped: bool) -> ClientClosed:
     return ClientClosed(f"the {what} after {seconds:.1f} s", applied="no", fix=fix)
 
 
-def timed_out(timeout_s: float | None, workers: Iterable[Entry]) -> RunTimeout:
+def timed_out(timeout_s: float, workers: Iterable[Entry]) -> RunTimeout:
     """The error for a run that took too long, with those of its workers that are not done."""
     running = [
         str(entry.key.number) for entry in workers if not entry.retired and entry.returned is None

@@ -1,15 +1,17 @@
 """Decides the life of a cluster: who is missing, what is restarted, which checkpoint is next, why
 it ends.
 
-Pure: `step(events, now)` returns what is to be done, and a driver does it. `supervisor.py` drives a
-run whose processes are its children. One attempt is one start of all processes; `roster.py` decides
-what the fate of each means for its attempt.
+Pure: `step(events, now)` returns what is to be done, and a driver does it: `supervisor.py` for a
+run whose processes are its children, `serve.py` for a cluster whose processes others start. One
+attempt is one start of all processes; `roster.py` decides what the fate of each means for its
+attempt.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from paramserve.config import Deadlines
@@ -26,9 +28,17 @@ from paramserve.launch.entries import (
     Key,
     ends_despite_checkpoints,
     stopped,
-    timed_out,
 )
-from paramserve.launch.roster import Interrupt, Kill, Launch, OnWorkerDeath, ProcessEffect, Roster
+from paramserve.launch.roster import (
+    Errors,
+    Interrupt,
+    Kill,
+    Launch,
+    OnWorkerDeath,
+    ProcessEffect,
+    Roster,
+)
+from paramserve.messages import Member
 
 SAME_MAX = 5
 """So often in a row a run goes back to the same checkpoint: then what ends its servers will do so
@@ -46,7 +56,7 @@ class Terms:
     """What a life is for, and how long each wait in it may take.
 
     Attributes:
-        start_s: how long coordinator and servers may take to be up at first.
+        start_s: how long coordinator and servers may take to be up, besides `restore_s`.
         timeout_s: of all of it; None: no limit.
         shares_host: every process knows where the coordinator listens before that is up.
         collects: its values are read before its servers end.
@@ -54,6 +64,8 @@ class Terms:
             has no checkpoints.
         strict: it ends where a checkpoint cannot be written.
         checkpoint: the path of the one that it begins with; empty: none.
+        restore_s: how much longer servers that read that one may take to be up.
+        errors: how its errors are told.
     """
 
     servers: int
@@ -67,6 +79,8 @@ class Terms:
     resumes: bool | None = None
     strict: bool = False
     checkpoint: str = ""
+    restore_s: float = 0.0
+    errors: Errors = field(default_factory=Errors)
 
 
 class Report(NamedTuple):
@@ -90,6 +104,23 @@ class Silence(NamedTuple):
 
     key: Key
     incarnation: int = 0
+
+
+class Standing(NamedTuple):
+    """Workers that others start stand so for the coordinator, which wants `workers` of them."""
+
+    members: tuple[Member, ...]
+    workers: int
+
+
+class Done(NamedTuple):
+    """What it was for is done, as its coordinator has told before it ended."""
+
+
+class Request(NamedTuple):
+    """It is to end for this error, in order."""
+
+    error: ParamServeError
 
 
 class CheckpointFailed(NamedTuple):
@@ -132,6 +163,9 @@ Event = (
     Report
     | ProcessEnd
     | Silence
+    | Standing
+    | Done
+    | Request
     | CheckpointFailed
     | Selection
     | Collected
@@ -232,12 +266,14 @@ class Life:
         self.over = False
         self.wake_at: float | None = None
         self.roster = self._new_roster(terms.workers, now)
-        self._start_s = terms.start_s
+        self._start_s = terms.start_s + terms.restore_s
         self._checkpoint = terms.checkpoint
         self._refused: set[str] = set()
         self._same = 0
         """How often in a row the same checkpoint was chosen after a death."""
-        self._unwritten = ""
+        self._done = False
+        self._request: ParamServeError | None = None
+        self._unwritten: ParamServeError | None = None
         """Why a checkpoint could not be written, in a life that is strict about that."""
         self._stop_at: float | None = None
         self._abandoned = False
@@ -293,14 +329,28 @@ class Life:
             case Silence(key, incarnation):
                 if roster.on_silence(key, now, incarnation) and key.kind == "worker":
                     self._effects.append(Kill((key,)))  # the cluster has fenced it off
+            case Standing(members, workers):
+                roster.on_members(members, workers, now)
+            case Done():
+                self._done = True
+            case Request(error):
+                self._request = error
             case CheckpointFailed(why) if self.terms.strict:
-                self._unwritten = why
+                self._unwritten = CheckpointError(
+                    f"a checkpoint was not written: {why}",
+                    applied="unknown",
+                    fix="look at the folder's storage, or train on without it: "
+                    "ps.Checkpoint(strict=False)",
+                )
             case Selection() if self._return is not None:
                 self._select(self._return, event, now)
             case Collected(error) if self.state == "finishing":
                 self._begin_end(error, now)
-            case Stop() if self._stop_at is None:
-                self._stop_at = now + self.terms.deadlines.stop_s
+            case Stop():
+                if self._stop_at is None:
+                    self._stop_at = now + self.terms.deadlines.stop_s
+                if self.failure is self._request:  # what it was asked for, it is told now
+                    self.failure = None
             case Abandon():
                 self._abandoned = True
                 seconds = now - self.started_at
@@ -342,7 +392,8 @@ class Life:
         if serving and self.state in ("starting", "resuming"):
             self.state = "running"
             self._effects.append(Serving())
-        if self.state != "finishing" and (decision.finished or self._workers_have_stopped(now)):
+        finished = decision.finished or self._done or self._workers_have_stopped(now)
+        if self.state != "finishing" and finished:
             if serving and self.terms.collects:
                 self.state = "finishing"
                 self._effects.append(Collect())
@@ -350,25 +401,19 @@ class Life:
                 self._begin_end(None, now)
 
     def _limit_error(self, now: float) -> ParamServeError | None:
-        """The error of a life that takes longer than it may, or whose checkpoints must not fail,
-        unless it ends already."""
+        """The error of a life that takes longer than it may, or is to end for one, unless it ends
+        already."""
         if self.state == "finishing" or self._stop_at is not None:
             return None
         limit_s = self.terms.timeout_s
         if limit_s is not None and now >= self.started_at + limit_s:
-            return timed_out(limit_s, self.roster.workers())
+            return self.terms.errors.time(limit_s, self.roster.workers())
         self._wake(self.started_at + limit_s if limit_s is not None else None)
-        if not self._unwritten:
-            return None
-        return CheckpointError(
-            f"a checkpoint was not written: {self._unwritten}",
-            applied="unknown",
-            fix="look at the folder's storage, or train on without it: ps.Checkpoint(strict=False)",
-        )
+        return self._unwritten if self._unwritten is not None else self._request
 
     def _workers_have_stopped(self, now: float) -> bool:
         """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
-        if self._stop_at is None or self.state == "resuming":
+        if self._stop_at is None or self.state in ("resuming", "finishing"):
             return False
         running = _keys(entry for entry in self.roster.running if entry.key.kind == "worker")
         if not self.dismissed:
@@ -393,7 +438,9 @@ class Life:
 
     def _new_roster(self, workers: int, start_by: float) -> Roster:
         terms = self.terms
-        return Roster(terms.servers, workers, terms.on_worker_death, start_by, terms.deadlines)
+        return Roster(
+            terms.servers, workers, terms.on_worker_death, start_by, terms.deadlines, terms.errors
+        )
 
     # --- going on from a checkpoint ---------------------------------------------------------------
 
@@ -445,7 +492,7 @@ class Life:
         workers = self.roster.target
         self._return = None
         self.attempts += 1
-        self._start_s = self.terms.deadlines.start_s + under_way.selection.restore_s
+        self._start_s = self.terms.start_s + under_way.selection.restore_s
         self.roster = self._new_roster(workers, now)
         self._effects.append(Begin(under_way.cause, under_way.damaged, workers))
         self._launch(now)
@@ -489,7 +536,7 @@ class Life:
         self._effects.append(Close(late))
 
     def _wake(self, at: float | None) -> None:
-        if at is not None:
+        if at is not None and at < math.inf:
             self.wake_at = min(at, self.wake_at) if self.wake_at is not None else at
 
 

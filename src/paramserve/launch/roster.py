@@ -8,12 +8,14 @@ consequences: the death of a server also makes every worker raise `ServerGone`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from paramserve.config import Deadlines, check_count
+from paramserve.core.membership import DEAD, LEFT, LIVE, RETIRING
 from paramserve.engine.base import Failure
 from paramserve.errors import ConnectTimeout, ParamServeError
 from paramserve.launch.entries import (
@@ -22,8 +24,10 @@ from paramserve.launch.entries import (
     Key,
     Kind,
     process_failure,
+    timed_out,
     worker_failed,
 )
+from paramserve.messages import Member
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,21 @@ class Retire(NamedTuple):
 ProcessEffect = Launch | Interrupt | Kill | Exclude | Replace | Retire
 
 
+@dataclass(frozen=True)
+class Errors:
+    """How the errors are told that a life ends for.
+
+    Attributes:
+        process: of a coordinator or server that has ended.
+        worker: of a worker that has, and what could be done instead of failing; empty: nothing.
+        time: of a time limit, with all workers.
+    """
+
+    process: Callable[[Entry], ParamServeError] = process_failure
+    worker: Callable[[Entry, str], ParamServeError] = worker_failed
+    time: Callable[[float, Iterable[Entry]], ParamServeError] = timed_out
+
+
 class Decision(NamedTuple):
     """What the fate of the processes means now.
 
@@ -116,6 +135,7 @@ class Roster:
             goes on while one worker lives; `Restart`: see there.
         start_by: when coordinator and servers must be ready.
         deadlines: how long a worker may take to retire.
+        errors: how its errors are told.
 
     Attributes:
         target: how many workers there are to be.
@@ -128,6 +148,7 @@ class Roster:
         on_worker_death: OnWorkerDeath,
         start_by: float,
         deadlines: Deadlines | None = None,
+        errors: Errors | None = None,
     ) -> None:
         # In the order in which they are started.
         keys = [COORDINATOR, *(Key("server", i) for i in range(servers))]
@@ -137,9 +158,12 @@ class Roster:
         self.start_by = start_by
         self.target = workers
         self._deadlines = deadlines if deadlines is not None else Deadlines()
+        self._errors = errors if errors is not None else Errors()
         self._again: set[Key] = set()
         """Ranks that are wanted again when their present process has ended."""
         self._before_scale = (workers, self.entries)
+        self._standings: dict[Key, tuple[str, int]] = {}
+        """Of workers that are processes of others: state and incarnation for the coordinator."""
 
     @property
     def serving(self) -> bool:
@@ -205,6 +229,25 @@ class Roster:
         entry.silent = True
         entry.fell_at = entry.fell_at if entry.fell_at is not None else now
         return True
+
+    def on_members(self, members: Iterable[Member], workers: int, now: float) -> None:
+        """Workers are processes of others: so they stand for their coordinator now, which wants
+        this many."""
+        self.target = workers
+        for key in [Key("worker", rank) for rank in range(workers)]:
+            self.entries.setdefault(key, Entry(key))
+        for each in members:
+            key, standing = Key("worker", each.rank), (each.state, each.incarnation)
+            if self._standings.get(key) == standing:
+                continue
+            self._standings[key] = standing
+            self.entries[key] = Entry(
+                key,
+                ready=each.state in (LIVE, RETIRING),
+                returned=b"" if each.state == LEFT else None,
+                fell_at=now if each.state == DEAD else None,
+                incarnation=each.incarnation,
+            )
 
     def scale(self, workers: int, now: float) -> tuple[Key, ...]:
         """From now on this many workers are wanted; those with the highest ranks retire.
@@ -272,16 +315,16 @@ class Roster:
             return Decision(look_again_at=look_again_at)
         cause = min(settled, key=_rank_as_cause)
         if cause.key.kind != "worker":
-            return Decision(error=process_failure(cause))
+            return Decision(error=self._errors.process(cause))
         if self._on_worker_death == "stop":
-            return Decision(error=worker_failed(cause, INSTEAD_OF_STOPPING))
+            return Decision(error=self._errors.worker(cause, INSTEAD_OF_STOPPING))
         if isinstance(self._on_worker_death, Restart):
             decision = self._replace(settled, self._on_worker_death.times)
             return decision._replace(look_again_at=look_again_at)
         for entry in settled:
             entry.counted = True
         if all(e.counted for e in self.workers() if e.retire_by is None) and not self._again:
-            return Decision(error=worker_failed(cause))
+            return Decision(error=self._errors.worker(cause, ""))
         return Decision(None, tuple(map(Exclude, settled)), self._finished(), look_again_at)
 
     def _replace(self, settled: list[Entry], times: int) -> Decision:

@@ -2,7 +2,7 @@
 
 The first one of a cluster is its coordinator as well, on the same port. The others join it and get
 a shard each. They run until they are stopped, the coordinator is gone or, if that is wanted, until
-all workers have come and gone.
+all workers have come and gone. When and why each ends, `life.py` decides.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from paramserve.checkpoint.locations import storage_at
@@ -28,7 +30,6 @@ from paramserve.cluster_log import ClusterLog
 from paramserve.config import (
     CLUSTER_BYTES,
     TLS,
-    CheckpointPlan,
     ConsistencySpec,
     CoordinatorConfig,
     Credentials,
@@ -45,6 +46,7 @@ from paramserve.consistency.registry import Registered
 from paramserve.coordinator import CoordinatorRole, open_checkpoints
 from paramserve.core.coordination import Coordination
 from paramserve.core.membership import DEAD, LEFT
+from paramserve.engine.base import Failure
 from paramserve.errors import (
     CheckpointDamaged,
     ConnectTimeout,
@@ -58,13 +60,33 @@ from paramserve.launch.checkpoints import (
     Checkpoint,
     Path,
     Recovery,
+    ResumePoint,
     check_served,
     recovery_of,
 )
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
+from paramserve.launch.entries import COORDINATOR, Entry, Key, process_failure
+from paramserve.launch.life import (
+    Abandon,
+    Breakdown,
+    Close,
+    Collect,
+    Collected,
+    Done,
+    Event,
+    Life,
+    Report,
+    Request,
+    Select,
+    Silence,
+    Standing,
+    Stop,
+    Terms,
+)
 from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import checked
+from paramserve.launch.roster import Errors
 from paramserve.launch.signals import ends_for_server
 from paramserve.logs import event
 from paramserve.messages import (
@@ -87,8 +109,6 @@ from paramserve.transport.tcp import split_place, warn_if_open
 
 ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""
-DONE_POLL_S = 0.2
-"""How often is looked whether all workers have left."""
 MISSING_TOLD_S = 60.0
 """Between two lines about the workers that have not come or left yet."""
 logger = logging.getLogger("paramserve")
@@ -159,21 +179,101 @@ class _ServedProcess:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.stack = contextlib.ExitStack()
+        self._loop = asyncio.get_running_loop()
         self.coordinator: CoordinatorRole | None = None
         self.role: ServerRole | None = None
         self.control: ControlLink | None = None
         self.addresses: tuple[str, ...] = ()
         """Where this server is reached."""
-        self.lost = asyncio.Event()
-        """Set when another server of the cluster, whose coordinator this is, is gone."""
-        self.ending = asyncio.Event()
-        """The same when another one was told to end, and waits for this one."""
-        self.timed_out = asyncio.Event()
-        """Set when `timeout_s` is over."""
-        self._ends_first = -1
-        """Its shard."""
+        self.over = asyncio.Event()
+        """Set when the life of this server is over."""
+        self.life = Life(self._terms(), self._loop.time())
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = set[asyncio.Task[None]]()
+        self._signalled = False
         self._reason: ParamServeError | None = None
         """Why this server ends: what it tells its peers."""
+        self.life.begin(self._loop.time())  # others start the processes
+
+    def _terms(self) -> Terms:
+        settings, recovery = self.settings, self.settings.recovery
+        point = recovery.resume_point if recovery is not None else None
+        first = settings.join is None
+        return Terms(
+            servers=settings.servers if first else 0,
+            workers=settings.workers if first and settings.until_done else 0,
+            on_worker_death="continue",
+            deadlines=settings.deadlines,
+            start_s=math.inf,
+            timeout_s=settings.timeout_s if settings.timeout_s else None,
+            collects=recovery is not None or not first,
+            resumes=False if recovery is not None else None,
+            checkpoint=point.path if point is not None else "",
+            errors=Errors(self._process_lost, self._all_died, self._took_too_long),
+        )
+
+    # --- its life -------------------------------------------------------------------------------
+
+    def happen(self, *events: Event) -> None:
+        """Have it decided what these events mean, and do that."""
+        for effect in self.life.step(events, self._loop.time()):
+            match effect:
+                case Select(cause, damaged):
+                    assert self.settings.recovery is not None
+                    self.happen(self.settings.recovery.select(cause, damaged))
+                case Collect():
+                    self._begin(self._collect())
+                case Close():
+                    self.over.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.life.wake_at is not None and not self.life.over:
+            self._timer = self._loop.call_at(self.life.wake_at, self.happen)
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """It is told to end; told twice, it ends at once."""
+        if self._signalled and number == signal.SIGHUP:
+            return  # kernel and shell both send it when a terminal is lost
+        self.happen(Abandon() if self._signalled else Stop())
+        self._signalled = True
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _look(self) -> None:
+        """Tell what the coordinator knows of servers and workers."""
+        coordinator = self.coordinator
+        assert coordinator is not None
+        membership = coordinator.membership
+        events: list[Event] = []
+        for shard, server in membership.servers.items():
+            key = Key("server", shard)
+            events.append(Silence(key) if server.lost else Report(key, "ready", b""))
+        if self.settings.until_done:
+            events.append(Standing(tuple(membership.members.values()), membership.workers))
+        self.happen(*events)
+
+    def _server_ends(self, shard: int) -> None:
+        self.happen(
+            Request(
+                ServerGone(
+                    f"the server of shard {shard} was told to end (SIGTERM or Ctrl-C), and the "
+                    "cluster ends with it",
+                    applied="unknown",
+                    fix=f"start the whole cluster again{self._comes_back}",
+                )
+            )
+        )
+
+    async def _follow(self, role: ServerRole) -> None:
+        """Tell when the coordinator is gone, and whether that is an end in order."""
+        await role.ended.wait()
+        if self.life.state == "finishing":
+            self.happen(Collected())  # it has written what there was, and this one waited for that
+        else:
+            self.happen(Done() if self._saw_all_leave() else Silence(COORDINATOR))
 
     async def start(self) -> None:
         """Listen, become a member, be ready."""
@@ -182,9 +282,9 @@ class _ServedProcess:
         both: _SharedPort | None = None
         if settings.join is None:
             self.coordinator = await self._coordinate()
-            self.coordinator.on_server_lost = self.lost.set
+            self.coordinator.on_server_lost = self._look
+            self.coordinator.on_members = lambda members: self._look()
             self.coordinator.on_server_ends = self._server_ends
-            self.coordinator.on_timed_out = self.timed_out.set
             both = _SharedPort(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
@@ -207,24 +307,25 @@ class _ServedProcess:
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
         self._log_serving(enlisted)
+        self.happen(Report(COORDINATOR, "ready", b""))
         if self.coordinator is not None:
             self._report()
-            timer = asyncio.get_running_loop().call_later(SAY_S, self._log_missing_servers)
-            self.stack.callback(timer.cancel)
+            self._begin(self._tell_missing(self.coordinator))
+        else:
+            self._begin(self._follow(self.role))
 
     async def _coordinate(self) -> CoordinatorRole:
         """The coordinator of a cluster, which goes on from its newest checkpoint."""
         recovery = self.settings.recovery
         config = _coordinator_config(self.settings)
         if recovery is not None:
-            plan = await asyncio.to_thread(_plan, recovery)
-            config = replace(config, checkpoints=plan)
+            await self._read_through(recovery)
+            config = replace(config, checkpoints=recovery.plan(recovery.seed(None)))
         committer, record = await asyncio.to_thread(open_checkpoints, config)
         if committer is not None:
             self.stack.callback(committer.close)
         work = committer.do if committer is not None else None
-        loop = asyncio.get_running_loop()
-        role = CoordinatorRole(Coordination(config, record), loop, work=work, alone=True)
+        role = CoordinatorRole(Coordination(config, record), self._loop, work=work, alone=True)
         self.stack.callback(role.close)
         return role
 
@@ -241,35 +342,41 @@ class _ServedProcess:
         self.stack.callback(cluster.close)
         settings.feed.start(cluster, ends=False)
 
-    def _server_ends(self, shard: int) -> None:
-        self._ends_first = shard
-        self.ending.set()
+    async def _read_through(self, recovery: Recovery) -> None:
+        """Read the checkpoint that the cluster goes on from; if it is damaged, the one before."""
+        while (source := recovery.resume_point) is not None:
+            damage = await asyncio.to_thread(_damage, source)
+            if damage is None:
+                _log_resumed(source)
+                return
+            failed = Failure(
+                type(damage).__name__, str(damage), "", damage.failed, damage.fix, "no"
+            )
+            self.happen(Report(Key("server", 0), "failed", msgspec.msgpack.encode(failed)))
+            if self.life.ending:
+                await asyncio.Event().wait()  # until this start is cancelled
+        where = shown(recovery.folder)
+        extra = event("begun", role="coordinator", folder=where)
+        logger.info("%s has no checkpoint: the cluster begins anew", where, extra=extra)
 
-    async def write_last_checkpoint(self) -> ParamServeError | None:
-        """Save what the cluster has, which is about to end; why it was not, if it should have been.
-
-        A server that is not the first waits until that one has.
-        """
+    async def _collect(self) -> None:
+        """Save what the cluster has, which is about to end. A server that is not the first waits
+        until that one has."""
         coordinator, role = self.coordinator, self.role
         if coordinator is None and role is not None and role.config.checkpoints.folder:
             role.tell_end()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(role.ended.wait(), LAST_CHECKPOINT_S)
-            return None
-        whole = coordinator is not None and coordinator.can_be_saved and not self.lost.is_set()
-        if self.settings.recovery is None or not whole:
-            return None
-        if coordinator is not None and coordinator.is_as_saved:
-            return None  # the checkpoint that it goes on from is the last one
-        try:
-            await asyncio.to_thread(self._ask_checkpoint)
-        except ParamServeError as error:
-            return type(error)(
-                f"the last checkpoint was not written: {error.failed}",
-                applied=error.applied,
-                fix=error.fix,
-            )
-        return None
+            await asyncio.sleep(LAST_CHECKPOINT_S)  # or until the coordinator is gone
+        error: ParamServeError | None = None
+        # Where nothing has changed, the checkpoint that it goes on from is the last one.
+        if coordinator is not None and coordinator.can_be_saved and not coordinator.is_as_saved:
+            try:
+                await asyncio.to_thread(self._ask_checkpoint)
+            except ParamServeError as failed:
+                words = f"the last checkpoint was not written: {failed.failed}"
+                error = type(failed)(words, applied=failed.applied, fix=failed.fix)
+                if self.life.failure is not None:
+                    logger.warning("%s", words, extra=event("checkpoint-failed"))
+        self.happen(Collected(error))
 
     def _ask_checkpoint(self) -> None:
         settings = self.settings
@@ -284,14 +391,17 @@ class _ServedProcess:
             ask = AskCheckpoint(0, LAST_CHECKPOINT_S)
             control.call(ask, Checkpointed, timeout_s=LAST_CHECKPOINT_S)
 
-    def _log_missing_servers(self) -> None:
-        assert self.coordinator is not None
-        self.coordinator.log.tell_missing_servers(self.coordinator.missing_servers)
+    async def _tell_missing(self, coordinator: CoordinatorRole) -> None:
+        """Log the servers, and then now and then the workers, that are waited for."""
+        await asyncio.sleep(SAY_S)
+        coordinator.log.tell_missing_servers(coordinator.membership.missing_servers)
+        while self.settings.until_done:
+            await asyncio.sleep(MISSING_TOLD_S)
+            coordinator.log.tell_missing()
 
     async def _reach(self, coordinator: tuple[str, ...]) -> ControlLink:
         """Connect to the coordinator in short attempts: a thread cannot be told to stop."""
-        settings = self.settings
-        loop = asyncio.get_running_loop()
+        settings, loop = self.settings, self._loop
         began, logged = loop.time(), False
         deadline = began + settings.deadlines.start_s
         while True:
@@ -372,16 +482,13 @@ class _ServedProcess:
             text = "all workers have left: the cluster ends, as until_done asks"
             logger.info(text, extra=extra)
 
-    def ends(self, error: ParamServeError | None, *, on_request: bool = False) -> None:
-        """This server is about to end; its peers are told why.
-
-        Args:
-            error: that ends it; None: it ends in order.
-            on_request: whether it ends because it was told to.
-        """
-        if error is not None:
-            self._reason = ServerGone(error.failed, applied="unknown", fix=error.fix)
-        elif on_request:
+    async def tell_end(self) -> None:
+        """This server is about to end; its peers are told why."""
+        error = self.life.error
+        if self.life.outcome == "failed":
+            if isinstance(error, ParamServeError):
+                self._reason = ServerGone(error.failed, applied="unknown", fix=error.fix)
+        elif self.life.outcome == "stopped":
             logger.info(
                 "told to end (SIGTERM or Ctrl-C)", extra=event("stopping", address=self._place)
             )
@@ -393,6 +500,7 @@ class _ServedProcess:
             )
         else:
             if self.coordinator is not None:
+                await asyncio.sleep(LAST_ANSWER_S)
                 self._log_done(self.coordinator.log)
             self._reason = ServerGone(
                 f"the cluster of the server at {self._place} has ended as until_done asks: all its "
@@ -414,71 +522,48 @@ class _ServedProcess:
         place = self.addresses[-1] if self.addresses else self.settings.bind
         return place.removeprefix("tcp:")
 
-    async def until_done(self) -> None:
-        """Wait for the end; the caller cancels this to end it early.
+    # --- why it ends ----------------------------------------------------------------------------
 
-        Raises:
-            ServerGone: another server of the cluster is gone, and not because all is done.
-            RunTimeout: `timeout_s` is over before all is done.
-            WorkerFailed: all is done as `until_done` asks, but no worker has left: all died.
-            ParamServeError: the coordinator of the cluster is.
-        """
-        assert self.role is not None
-        waiting = (
-            self.role.ended.wait(),
-            self.lost.wait(),
-            self.ending.wait(),
-            self.timed_out.wait(),
-            self._all_left(),
-        )
-        tasks = [asyncio.create_task(each) for each in waiting]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        coordinator = self.coordinator
-        if self.ending.is_set():
-            failed = await self.write_last_checkpoint()
-            raise failed if failed is not None else self._ends_with(self._ends_first)
-        if coordinator is not None and self.timed_out.is_set() and not coordinator.all_left:
-            failed = await self.write_last_checkpoint()
-            raise failed if failed is not None else self._took_too_long(coordinator.log)
-        if coordinator is not None and self.lost.is_set():
-            done = self.settings.until_done and coordinator.all_left
-            if not done:
-                raise _servers_lost_error(coordinator.lost_servers, self._comes_back)
-        if self.settings.until_done and coordinator is not None and coordinator.all_left:
-            dead = coordinator.log.ranks_in(DEAD)
-            if dead and not coordinator.log.ranks_in(LEFT):
-                raise WorkerFailed(
-                    f"the cluster ends, as until_done asks: no worker has returned, {ranks(dead)} "
-                    "died, and the values end with the cluster",
-                    applied="unknown",
-                    fix="look why they died; with restart_s (--restart) a rank that died is waited "
-                    "for",
-                )
-        if self.coordinator is None and not self._saw_all_leave():
-            raise ParamServeError(
+    def _process_lost(self, entry: Entry) -> ParamServeError:
+        """The error for a server that is lost, for the coordinator where another server is that, or
+        for a checkpoint that this server cannot read."""
+        if entry.failure is not None:
+            return process_failure(entry)
+        if self.coordinator is None:
+            return ParamServeError(
                 f"the coordinator at {self.settings.join} is gone, and the cluster with it",
                 applied="unknown",
                 fix="start the cluster again, its first server first",
             )
-
-    def _took_too_long(self, log: ClusterLog) -> RunTimeout:
-        return RunTimeout(
-            f"the cluster ends: after {self.settings.timeout_s:g} s (timeout_s) its workers have "
-            f"not all come and left. {log.missing()}",
+        servers = sorted(self.coordinator.membership.servers.items())
+        listing = ", ".join(
+            f"the server of shard {shard} at {each.addresses[-1].removeprefix('tcp:')}"
+            for shard, each in servers
+            if each.lost
+        )
+        return ServerGone(
+            f"{listing} has ended or is lost, and its values with it",
             applied="unknown",
-            fix=f"look at these workers, or give them longer{self._comes_back}",
+            fix=f"look why it ended, and start the whole cluster again{self._comes_back}",
         )
 
-    def _ends_with(self, shard: int) -> ServerGone:
-        return ServerGone(
-            f"the server of shard {shard} was told to end (SIGTERM or Ctrl-C), and the cluster "
-            "ends with it",
+    def _all_died(self, entry: Entry, instead: str = "") -> WorkerFailed:
+        assert self.coordinator is not None
+        dead = ranks(self.coordinator.log.ranks_in(DEAD))
+        return WorkerFailed(
+            f"the cluster ends, as until_done asks: no worker has returned, {dead} died, and the "
+            "values end with the cluster",
             applied="unknown",
-            fix=f"start the whole cluster again{self._comes_back}",
+            fix="look why they died; with restart_s (--restart) a rank that died is waited for",
+        )
+
+    def _took_too_long(self, timeout_s: float, workers: Iterable[Entry]) -> RunTimeout:
+        assert self.coordinator is not None
+        return RunTimeout(
+            f"the cluster ends: after {timeout_s:g} s (timeout_s) its workers have not all come "
+            f"and left. {self.coordinator.log.missing()}",
+            applied="unknown",
+            fix=f"look at these workers, or give them longer{self._comes_back}",
         )
 
     def _saw_all_leave(self) -> bool:
@@ -489,60 +574,22 @@ class _ServedProcess:
         members = self.role.shard.sessions.members.values()
         return bool(members) and all(member.state in (LEFT, DEAD) for member in members)
 
-    async def _all_left(self) -> None:
-        coordinator = self.coordinator
-        if coordinator is None or not self.settings.until_done:
-            await asyncio.Event().wait()  # for ever
-            return
-        loop = asyncio.get_running_loop()
-        tell_at = loop.time() + MISSING_TOLD_S
-        while not coordinator.all_left:
-            await asyncio.sleep(DONE_POLL_S)
-            if loop.time() >= tell_at:
-                coordinator.log.tell_missing()
-                tell_at = loop.time() + MISSING_TOLD_S
-        await asyncio.sleep(LAST_ANSWER_S)
+
+def _damage(source: ResumePoint) -> CheckpointDamaged | None:
+    """What is wrong with a checkpoint, every part of which is read."""
+    try:
+        with Saved(storage_at(source.folder), source.manifest) as saved:
+            saved.verify()
+    except CheckpointDamaged as error:
+        return error
+    return None
 
 
-def _servers_lost_error(servers: dict[int, tuple[str, ...]], comes_back: str) -> ServerGone:
-    """The error of servers that are lost; their addresses by shard."""
-    listing = ", ".join(
-        f"the server of shard {shard} at {addresses[-1].removeprefix('tcp:')}"
-        for shard, addresses in servers.items()
-    )
-    return ServerGone(
-        f"{listing} has ended or is lost, and its values with it",
-        applied="unknown",
-        fix=f"look why it ended, and start the whole cluster again{comes_back}",
-    )
-
-
-def _plan(recovery: Recovery) -> CheckpointPlan:
-    """What the processes of a cluster are told, which goes on from the newest checkpoint of which
-    every part is right."""
-    while recovery.resume_point is not None:
-        source = recovery.resume_point
-        try:
-            with Saved(storage_at(source.folder), source.manifest) as saved:
-                saved.verify()
-            clocks = ", ".join(
-                f"{name} {clock}" for name, clock in source.manifest.cut.clocks.items()
-            )
-            extra = event("resumed", role="coordinator", checkpoint=shown(source.path))
-            logger.info(
-                "the cluster goes on from %s; clocks: %s",
-                source.path,
-                clocks or "none",
-                extra=extra,
-            )
-            break
-        except CheckpointDamaged as error:
-            recovery.refuse(error)
-    else:
-        extra = event("begun", role="coordinator", folder=shown(recovery.folder))
-        where = shown(recovery.folder)
-        logger.info("%s has no checkpoint: the cluster begins anew", where, extra=extra)
-    return recovery.plan(recovery.seed(None))
+def _log_resumed(source: ResumePoint) -> None:
+    clocks = ", ".join(f"{name} {clock}" for name, clock in source.manifest.cut.clocks.items())
+    extra = event("resumed", role="coordinator", checkpoint=shown(source.path))
+    text = "the cluster goes on from %s; clocks: %s"
+    logger.info(text, source.path, clocks or "none", extra=extra)
 
 
 def _coordinator_config(settings: Settings) -> CoordinatorConfig:
@@ -555,7 +602,6 @@ def _coordinator_config(settings: Settings) -> CoordinatorConfig:
         cluster=secrets.token_bytes(CLUSTER_BYTES),
         limits=settings.limits,
         deadlines=settings.deadlines,
-        timeout_s=settings.timeout_s,
     )
 
 
@@ -739,42 +785,30 @@ def _deadlines(deadlines: Deadlines | None, restart_s: float | None) -> Deadline
 
 
 async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    stopped = False
-
-    def stop(number: signal.Signals) -> None:
-        nonlocal stopped
-        if stopped and number == signal.SIGHUP:
-            return  # kernel and shell both send it when a terminal is lost
-        stopped = True
-        task.cancel()
-
+    running = _ServedProcess(settings)
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in ends_for_server():
-            loop.add_signal_handler(number, stop, number)
-    running = _ServedProcess(settings)
-    unsaved: ParamServeError | None = None
+            loop.add_signal_handler(number, running.on_signal, number)
+    starting = asyncio.create_task(running.start())
+    over = asyncio.create_task(running.over.wait())
     try:
-        await running.start()
-        if ready is not None:
-            ready(running.addresses[-1].removeprefix("tcp:"))
-        await running.until_done()
-        unsaved = await running.write_last_checkpoint()
-        running.ends(None)
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        with contextlib.suppress(asyncio.CancelledError):  # told twice: it ends at once
-            unsaved = await running.write_last_checkpoint()
-        running.ends(None, on_request=True)
-    except ParamServeError as error:
-        running.ends(error)
-        raise
+        await asyncio.wait((starting, over), return_when=asyncio.FIRST_COMPLETED)
+        if not running.life.over:
+            try:
+                await starting
+                if ready is not None:
+                    ready(running.addresses[-1].removeprefix("tcp:"))
+            except Exception as error:
+                running.happen(Breakdown(error))
+        await over
+        await running.tell_end()
     finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await asyncio.to_thread(settings.feed.close)  # its last report asks this loop
         running.stack.close()
-    if unsaved is not None:
-        raise unsaved
+    if running.life.outcome == "failed":
+        assert running.life.error is not None
+        raise running.life.error
     logger.info("ended in order", extra=event("ended"))

@@ -23,7 +23,7 @@ from paramserve.checkpoint.manifest import Cut
 from paramserve.client import Client
 from paramserve.config import Credentials
 from paramserve.engine.base import Ended, Engine, Process, Reported
-from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeError, ServerGone
+from paramserve.errors import ParamServeError, ServerGone
 from paramserve.launch.attempt import Attempt
 from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.entries import COORDINATOR, Entry, Key, over, started_again, worker_failed
@@ -42,7 +42,6 @@ from paramserve.launch.life import (
     ProcessEnd,
     Report,
     Select,
-    Selection,
     Serving,
     Silence,
     State,
@@ -168,7 +167,8 @@ class Supervisor:
             workers=plan.workers,
             on_worker_death=plan.on_worker_death,
             deadlines=plan.deadlines,
-            start_s=plan.own_deadlines.start_s,
+            start_s=plan.deadlines.start_s,
+            restore_s=plan.checkpoints.restore_s,
             timeout_s=plan.timeout_s,
             shares_host=self._fleet.shares_host,
             collects=collect is not None,
@@ -502,25 +502,12 @@ class Supervisor:
 
     def _select(self, cause: ParamServeError, damaged: bool) -> None:
         """Find the newest checkpoint."""
-        recovery = self._recovery
-        assert recovery is not None
+        assert self._recovery is not None
         if not damaged:
             self._fell_at = time.monotonic()
         if isinstance(cause, ServerGone) and self.overview.error is None:
             self.overview.ask_now(time.monotonic(), LAST_BEATS_S)
-        try:
-            if isinstance(cause, CheckpointDamaged) and damaged:
-                recovery.refuse(cause)
-            else:
-                recovery.choose_after_death(self.overview.status)
-        except CheckpointError as none_left:
-            self._happen(Selection(error=none_left))
-            return
-        point = recovery.resume_point
-        if point is None:
-            self._happen(Selection())
-        else:
-            self._happen(Selection(point.path, point.restore_s))
+        self._happen(self._recovery.select(cause, damaged, self.overview.status))
 
     def _begin_again(self, cause: ParamServeError, damaged: bool, workers: int) -> None:
         """Prepare another attempt, from what `recovery` has chosen."""

@@ -61,7 +61,6 @@ class Cluster:
         up: bool = True,
         restarts: bool = False,
         folder: str = "",
-        timeout_s: float = 0.0,
     ) -> None:
         deadlines = Deadlines(start_s=START_S, stall_s=STALL_S, restart_s=RESTART_S)
         limits = Limits(log_records_max=2)
@@ -76,7 +75,6 @@ class Cluster:
                 limits=limits,
                 deadlines=deadlines,
                 checkpoints=CheckpointPlan(folder),
-                timeout_s=timeout_s,
             )
         )
         self.now = 0.0
@@ -131,27 +129,6 @@ def test_join_says_whether_another_incarnation_may_go_on(restarts: bool, folder:
     else:
         joined = cluster.join(0)
     assert joined.restarts == (restarts or bool(folder))
-
-
-def test_timeout_is_told_once_unless_all_workers_have_come_and_left() -> None:
-    told = {}
-    for name, leaves in {"one is there": (1,), "all have left": (0, 1), "none came": ()}.items():
-        cluster = Cluster(timeout_s=30.0)
-        for rank in (0, 1) if leaves else ():
-            cluster.join(rank)
-        for rank in leaves:
-            cluster.call(rank, Leave(1))
-        told[name] = []
-        for now in (0.0, 4.0, 29.9, 30.0, 31.0):
-            cluster.now = now
-            for rank in (0, 1) if leaves else ():
-                cluster.happen(Noticed(rank, WorkerBeat(0)))
-            if cluster.happen(TimePassed()).timed_out:
-                told[name].append(now)
-    assert told == {"one is there": [30.0], "all have left": [], "none came": [30.0]}
-    cluster = Cluster()
-    cluster.now = 1e9
-    assert not cluster.happen(TimePassed()).timed_out
 
 
 def test_join_fails_when_servers_do_not_come_up() -> None:

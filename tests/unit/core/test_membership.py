@@ -273,21 +273,6 @@ def test_late_are_ranks_that_were_added_and_later_incarnations() -> None:
     assert one.late(0, 2)
 
 
-def test_all_left_is_not_before_every_rank_that_was_added_has_come() -> None:
-    one = Membership(servers=1, workers=1)
-    assert not one.all_left
-    one.register(Register(1, 0, 100, ("unix:a",)), 0.0)
-    one.join(Join(1, 0, 0), 0.0)
-    one.scale(2)
-    one.ended(0, LEFT)
-    assert not one.all_left
-    one.join(Join(1, 1, 0), 0.0)
-    assert not one.all_left
-    one.ended(1, DEAD)
-    assert one.all_left
-    assert not Membership(servers=1, workers=0).all_left
-
-
 def test_late_is_who_was_given_up_before_it_came() -> None:
     one = membership()
     one.scale(1)

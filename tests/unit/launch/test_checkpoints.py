@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
 from paramserve.errors import CheckpointDamaged, CheckpointError, CheckpointFolderTaken, ServerGone
 from paramserve.launch.checkpoints import Checkpoint, Recovery, recovery_of
+from paramserve.launch.life import Selection
 from paramserve.messages import CheckpointReport, Status
 from paramserve.observe.checkpoints import CheckpointStatus, Rollback
 
+GONE = ServerGone("server 0 was killed by SIGKILL", fix="none")
 STATUS = Status(1, (), (), (), (), 0, checkpoints=CheckpointReport(committed=1))
 
 
@@ -231,12 +234,12 @@ def test_damaged_checkpoints_are_left_out_and_told(
     assert ["left out" in each.message for each in caplog.records] == [True, True]
     assert "step-2/shard-0.msgpack" in caplog.text
     assert recovery is not None
-    with pytest.raises(CheckpointError, match=r"none of the 3 .* be read: .*; a hash differs"):
-        recovery.refuse(CheckpointDamaged("a hash differs", fix="none"))  # a server found it
+    damage = CheckpointDamaged("a hash differs", fix="none")  # a server found it
+    why = recovery.select(damage, damaged=True).error
+    assert re.search(r"none of the 3 .* be read: .*; a hash differs", str(why))
     named = recovery_of("train", None, folder + "/step-1")
     assert named is not None
-    with pytest.raises(CheckpointDamaged, match="a hash differs"):
-        named.refuse(CheckpointDamaged("a hash differs", fix="none"))
+    assert named.select(damage, damaged=True).error is damage
 
 
 def test_run_does_not_begin_anew_where_all_checkpoints_are_damaged(
@@ -255,15 +258,14 @@ def test_run_does_not_begin_anew_where_all_checkpoints_are_damaged(
     recovery = recovery_of("train", tmp_path / "b", True)
     assert recovery is not None
     write(recovery.run, 1, folder="b")
-    recovery.choose_after_death()
+    assert recovery.select(GONE, damaged=False).path == f"{tmp_path}/b/step-1"
     (tmp_path / "b" / "step-1").rename(tmp_path / "moved")
-    with pytest.raises(
-        CheckpointError, match=r"the only checkpoint in .* cannot be read: .*step-1"
-    ):
-        recovery.choose_after_death()
+    why = recovery.select(GONE, damaged=False).error
+    assert re.search(r"the only checkpoint in .* cannot be read: .*step-1", str(why))
     (tmp_path / "b").rename(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"has written 1 checkpoint to .*, and none"):
-        recovery.choose_after_death(STATUS)
+    why = recovery.select(GONE, damaged=False, last=STATUS).error
+    assert re.search(r"has written 1 checkpoint to .*, and none", str(why))
+    assert recovery.select(GONE, damaged=False) == Selection(), "it had not written any"
 
 
 def test_after_a_death_it_goes_on_from_its_own_newest_one(write: Callable[..., str]) -> None:
@@ -271,14 +273,12 @@ def test_after_a_death_it_goes_on_from_its_own_newest_one(write: Callable[..., s
     recovery = recovery_of("train", folder, folder + "/step-8")
     assert recovery is not None
     assert recovery.resumes
-    recovery.choose_after_death()
-    assert name_of(recovery) == "step-8"  # the one it began with, not a newer one of another run
+    # The one it began with, not a newer one of another run.
+    assert recovery.select(GONE, damaged=False).path.endswith("step-8")
     write(recovery.run, 5)
-    recovery.choose_after_death()
-    assert name_of(recovery) == "step-5"
+    assert recovery.select(GONE, damaged=False).path.endswith("step-5")
     write(recovery.run, 6)
-    recovery.choose_after_death()
-    assert name_of(recovery) == "step-6"
+    assert recovery.select(GONE, damaged=False).path.endswith("step-6")
     stops = recovery_of("train", Checkpoint(folder, on_server_death="stop"), True)
     assert stops is not None
     assert not stops.resumes

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.suites import each_case
 from tests.unit.launch.worlds import DEADLINES, START_S, World, failure
 
@@ -31,14 +30,19 @@ from paramserve.launch.life import (
     Close,
     Collect,
     Collected,
+    Done,
     End,
+    Event,
     Report,
+    Request,
     Select,
     Serving,
     Silence,
+    Standing,
     Stop,
 )
 from paramserve.launch.roster import Interrupt, Kill, Launch, Restart
+from paramserve.messages import Member
 
 SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)
 DAMAGED = Report(SERVER, "failed", failure("CheckpointDamaged", "a hash differs"))
@@ -215,6 +219,37 @@ def test_abandon_ends_it_soon_whatever_it_does(when: str) -> None:
     assert world.of(Close) == [Close()]
 
 
+@each_case("reads", [True, False])
+def test_request_to_end_is_granted_once_the_values_are_read(reads: bool) -> None:
+    world = served(collects=reads)
+    why = ServerGone("server 1 was told to end", fix="none")
+    world.step(Request(why))
+    world.settle()
+    assert (world.life.error, len(world.of(Collect))) == (why, int(reads))
+    world = served(collects=True, collects_at_once=False)
+    world.step(*RETURNED)
+    world.step(Request(why))
+    world.step(Collected())
+    assert world.life.outcome == "finished", "it ended already"
+
+
+@each_case("first", [Request(ServerGone("told to end", fix="")), CheckpointFailed("full")])
+def test_stop_makes_an_end_in_order_of_what_was_requested_only(first: Event) -> None:
+    world = served(collects=True, collects_at_once=False, strict=True)
+    world.step(first)
+    world.step()
+    world.step(Stop())
+    world.step(Collected())
+    assert world.life.outcome == ("stopped" if isinstance(first, Request) else "failed")
+    assert len(world.of(Collect)) == 1
+
+
+def test_done_is_an_end_in_order_also_without_workers_of_its_own() -> None:
+    world = served(servers=0, workers=0)
+    world.step(Done())
+    assert (world.life.outcome, world.life.over) == ("finished", True)
+
+
 def test_breakdown_ends_it_and_a_second_one_closes_at_once() -> None:
     world = served(deaf=["server"])
     why = OSError("no more processes")
@@ -357,91 +392,144 @@ def test_silent_worker_is_killed_once_and_replaced() -> None:
     assert world.running[WORKER] != old
 
 
+# --- workers that others start -------------------------------------------------------------------
+
+
+def standing(*states: str, workers: int = 2, incarnation: int = 1) -> Standing:
+    members = [Member(rank, rank, incarnation, state) for rank, state in enumerate(states)]
+    return Standing(tuple(members), workers)
+
+
+def attended(**options: Any) -> World:
+    """A cluster that others start: its coordinator tells of workers, servers are up."""
+    return served(on_worker_death="continue", others=True, **options)
+
+
+@each_case(
+    ("states", "ends"),
+    [
+        (("expected", "left"), None),
+        (("live", "dead"), None),
+        (("restarting", "left"), None),
+        (("retiring", "left"), None),
+        (("left", "dead"), "finished"),
+        (("left", "left"), "finished"),
+        (("dead", "dead"), "failed"),
+    ],
+)
+def test_cluster_of_others_ends_when_all_have_come_and_left(
+    states: tuple[str, str], ends: str | None
+) -> None:
+    world = attended()
+    world.step(standing("expected", "expected"))
+    world.step(standing("live", "live"))
+    world.step(standing(*states))
+    assert (world.life.outcome if world.life.over else None) == ends
+    assert isinstance(world.life.error, WorkerFailed) == (ends == "failed")
+
+
+def test_rank_that_comes_again_or_is_added_is_waited_for() -> None:
+    world = attended()
+    world.step(standing("dead", "live"))
+    world.step(standing("live", "live", incarnation=2))
+    world.step(standing("live", "left", incarnation=2))
+    assert not world.life.ending
+    world.step(standing("left", "left", incarnation=2, workers=3))
+    assert not world.life.ending, "rank 2 has not come yet"
+    world.step(standing("left", "left", "left", workers=3))
+    assert world.life.outcome == "finished"
+
+
+def test_server_lost_is_no_failure_once_all_have_left() -> None:
+    world = attended()
+    world.step(standing("left", "left"))
+    world.step(Silence(SERVER))
+    assert (world.life.outcome, world.life.error) == ("finished", None)
+    world = attended()
+    world.step(Silence(SERVER))
+    assert isinstance(world.life.error, ServerGone)
+
+
 # --- any order -----------------------------------------------------------------------------------
 
 KEYS = [COORDINATOR, SERVER, WORKER, OTHER, Key("worker", 2)]
-WORKERS = st.sampled_from(KEYS[2:])
 KINDS = ["ServerGone", "ValueError", "DefineMismatch", "CheckpointDamaged", "ConnectTimeout"]
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("end"), WORKERS.map(lambda key: [key])),
-        st.tuples(st.just("end"), st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)),
-        st.tuples(st.just("fail"), st.tuples(st.sampled_from(KEYS), st.sampled_from(KINDS))),
-        st.tuples(st.just("return"), WORKERS),
-        st.tuples(st.just("silence"), st.sampled_from(KEYS)),
-        st.tuples(st.just("serve"), st.none()),
-        st.tuples(st.just("wait"), st.sampled_from([0.1, CAUSE_S, 3.0, 61.0])),
-        st.tuples(st.just("scale"), st.integers(1, 3)),
-        st.tuples(st.just("collected"), st.sampled_from([None, LookupError("unread")])),
-        st.tuples(
-            st.just("event"),
-            st.sampled_from([Stop(), Abandon(), CheckpointFailed("full"), Breakdown(OSError())]),
-        ),
-    ),
-    max_size=25,
-)
-SPARED = st.lists(st.sampled_from(["coordinator", "server", "worker"]), unique=True, max_size=2)
+WHAT = {"end": 5, "ends": 1, "fail": 1, "return": 2, "silence": 1, "serve": 4, "wait": 2} | {
+    "scale": 2,
+    "rest": 1,
+}
+"""What may happen, and how often beside the others."""
+SEEDS, STEPS = 400, 30
 
 
-def happen(world: World, what: str, about: Any) -> None:
-    """Let one of `STEPS` happen, if it can."""
+def a_world(chance: random.Random) -> World:
+    kinds = ["coordinator", "server", "worker"]
+    return World(
+        deaf=chance.sample(kinds, chance.choice([0, 0, 1, 2])),
+        immortal=chance.sample(kinds, chance.choice([0, 0, 0, 1, 2])),
+        found=chance.choices(["", "a/1", "a/2", "none"], [4, 4, 4, 1], k=chance.randint(1, 5)),
+        collects_at_once=False,
+        on_worker_death=chance.choice(["stop", "continue", "continue", Restart(1), Restart(2)]),
+        resumes=chance.choice([None, False, True, True]),
+        strict=chance.random() < 0.2,
+        collects=chance.random() < 0.7,
+        shares_host=chance.random() < 0.7,
+        checkpoint=chance.choice(["", "a/1"]),
+        timeout_s=chance.choice([None, None, 300.0]),
+    )
+
+
+def let_happen(world: World, chance: random.Random) -> None:
+    """One thing that can happen now."""
     life = world.life
-    entries = life.roster.entries
-    if what == "end":
-        world.end(*about)
-    elif what == "fail" and about[0] in world.running:
-        world.step(Report(about[0], "failed", failure(about[1])))
-    elif what == "return" and about in world.running:
-        world.step(Report(about, "returned", b""))
-    elif what == "silence" and about in world.running:
-        world.step(Silence(about, entries[about].incarnation))
-    elif what == "serve" and not life.ending:
+    (what,) = chance.choices(list(WHAT), list(WHAT.values()))
+    alive = sorted(world.running)
+    workers = [key for key in alive if key.kind == "worker"]
+    if what == "end" and workers:
+        world.end(chance.choice(workers), status=chance.choice([-9, 0, 1]))
+    elif what == "ends" and alive and chance.random() < 0.5:
+        world.end(*chance.sample(alive, min(len(alive), 2)))
+    elif what == "fail" and alive:
+        key = chance.choice(workers or alive) if chance.random() < 0.7 else chance.choice(alive)
+        report = Report(key, "failed", failure(chance.choice(KINDS)))
+        reads = life.state == "resuming" and SERVER in alive
+        world.step(DAMAGED if reads and chance.random() < 0.7 else report)
+    elif what == "return" and workers:
+        world.step(Report(chance.choice(workers), "returned", b""))
+    elif what == "silence" and alive:
+        key = chance.choice(workers or alive)
+        world.step(Silence(key, life.roster.entries[key].incarnation))
+    elif what == "serve":
         world.serve()
     elif what == "wait":
-        world.step(after_s=about)
+        world.step(after_s=chance.choice([0.1, CAUSE_S, 3.0, 61.0]))
     elif what == "scale" and life.state == "running" and not (life.stopped or life.ending):
-        keys = life.roster.scale(about, world.now)
-        world._launch(keys)
-        world.step()
-    elif what == "collected" and world.collecting:
-        world.collecting = False
-        world.step(Collected(about))
-    elif what == "event":
-        world.step(about)
+        world.scale(chance.randint(1, 3))
+    elif what == "rest":
+        events = [Stop(), Abandon(), CheckpointFailed("full"), Breakdown(OSError())]
+        if world.collecting:
+            events = [Collected(chance.choice([None, LookupError("unread")]))]
+        if world.collecting or chance.random() < 0.3:
+            world.collecting = False
+            world.step(chance.choice(events))
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    up=st.sampled_from([True, True, True, False]),
-    steps=STEPS,
-    deaf=SPARED,
-    immortal=SPARED,
-    death=st.sampled_from(["stop", "continue", "continue", Restart(1), Restart(2)]),
-    resumes=st.sampled_from([None, False, True]),
-    strict=st.booleans(),
-    collects=st.booleans(),
-    shares_host=st.booleans(),
-    found=st.lists(st.sampled_from(["", "a/1", "a/2", "none"]), min_size=1, max_size=5),
-    timeout_s=st.sampled_from([None, 50.0]),
-)
-def test_life_in_any_order_of_events_keeps_its_promises(
-    up: bool, steps: list[tuple[str, Any]], death: Any, **options: Any
-) -> None:
+def test_life_in_any_order_of_events_keeps_its_promises() -> None:
     """`World` asserts them after each step: no two attempts at once, each end counted once, none
     restarted past its limit, no refused checkpoint again, one end with a reason, each wait with a
     deadline."""
-    world = World(
-        on_worker_death=death, collects_at_once=False, checkpoint="a/1" * bool(steps), **options
-    )
-    if up:
-        world.serve()
-        world.serve()  # those that only then were launched, elsewhere
-    for what, about in steps:
-        happen(world, what, about)
-    world.step(Abandon())
-    world.settle()
-    assert world.life.over
-    assert len(world.of(End)) == 1
+    for seed in range(SEEDS):
+        chance = random.Random(seed)
+        world = a_world(chance)
+        try:
+            for _ in range(STEPS):
+                let_happen(world, chance)
+            world.step(Abandon())
+            world.settle()
+            assert world.life.over
+            assert len(world.of(End)) == 1
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 def test_life_whose_processes_do_nothing_ends_by_itself() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,9 @@ import msgspec
 from paramserve.config import Deadlines
 from paramserve.engine.base import Failure
 from paramserve.errors import CheckpointError
-from paramserve.launch.entries import Key
+from paramserve.launch.entries import Entry, Key
 from paramserve.launch.life import (
+    Abandon,
     Begin,
     Close,
     Collect,
@@ -25,6 +25,7 @@ from paramserve.launch.life import (
     Report,
     Select,
     Selection,
+    Stop,
     Terms,
 )
 from paramserve.launch.roster import Exclude, Interrupt, Kill, Launch, Replace, Restart, Retire
@@ -44,12 +45,13 @@ class World:
     Args:
         deaf: kinds of processes that end only when they are killed.
         immortal: these do not end then, either.
+        collects_at_once: whether the answer to `Collect` is given at once.
+        others: the processes are those of others, who start and end them.
 
     Attributes:
         running: each process that runs, with the number of its launch.
         effects: all that was decided, in order.
         found: paths that the next looks for a checkpoint find; the last one again and again.
-        collects: the answer to `Collect` is given at once; else it is due.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class World:
         immortal: Sequence[str] = (),
         found: Sequence[str] = ("",),
         collects_at_once: bool = True,
+        others: bool = False,
         **terms: Any,
     ) -> None:
         settings: dict[str, Any] = {**FIXED, "deadlines": DEADLINES, "start_s": START_S, **terms}
@@ -69,15 +72,16 @@ class World:
         self.found = list(found)
         self.collecting = False
         self._deaf, self._immortal = deaf, immortal
-        self._at_once = collects_at_once
+        self._at_once, self._others = collects_at_once, others
         self._launches = 0
+        self._told = False
         self._due: list[Event] = []
         self._refused: set[str] = set()
         self._checkpoint = self.life.terms.checkpoint
-        self._counts: Counter[int] = Counter()
-        """By the number of its entry, how often a worker's end was counted."""
-        self._entries: dict[int, Any] = {}
-        self._replaced: Counter[Key] = Counter()
+        self._counted: list[Entry] = []
+        """Workers whose ends were counted."""
+        self._dead: list[Entry] = []
+        """Workers of this attempt that have ended and not returned."""
         self._act(self.life.begin(0.0))
 
     # --- what happens ---------------------------------------------------------------------------
@@ -85,20 +89,34 @@ class World:
     def step(self, *events: Event, after_s: float = 0.0) -> None:
         """Let these come together, and then all that follows from them at once."""
         self.now += after_s
-        self._act(self.life.step(events, self.now))
-        while self._due:
+        self._due += events
+        for _ in range(20):
             due, self._due = self._due, []
+            for event in due:
+                self._note_dead(event)
+                self._told |= isinstance(event, Stop | Abandon)
             self._act(self.life.step(due, self.now))
+            wake_at = self.life.wake_at
+            if not self._due and (wake_at is None or wake_at > self.now or self.life.over):
+                break
+        else:
+            raise AssertionError("what is due was not done")
         self.judge()
 
     def serve(self) -> None:
         """Let everything that runs be up."""
-        self.step(*(Report(key, "ready", msgspec.msgpack.encode(1)) for key in self.running))
+        keys = [key for key in self.life.roster.entries if key in self.running or self._others]
+        self.step(*(Report(key, "ready", msgspec.msgpack.encode(1)) for key in keys))
 
     def end(self, *keys: Key, status: int = -9) -> None:
         """Let processes end by themselves, together."""
         events = [ProcessEnd(key, status) for key in keys if self.running.pop(key, None)]
         self.step(*events)
+
+    def scale(self, workers: int) -> None:
+        """Have another number of workers."""
+        self._launch(self.life.roster.scale(workers, self.now))
+        self.step()
 
     def settle(self) -> None:
         """Let time pass until nothing is due any more."""
@@ -144,15 +162,21 @@ class World:
                     assert not self.running, "two attempts at once"
                     assert self._selected not in self._refused, "a refused checkpoint again"
                     self._checkpoint = self._selected
-                    self._replaced.clear()
+                    self._dead.clear()
                     self.collecting = False
                 case End(error):
                     assert len(self.of(End)) == 1, "a second end"
                     assert self.life.outcome in ("failed", "stopped", "finished")
-                    assert (self.life.outcome == "failed") <= (error is not None)
+                    assert error is not None or self._may_end(), "an end without a reason"
+
+    def _may_end(self) -> bool:
+        """Whether it was told to, or all that it is for is done."""
+        workers = self.life.roster.workers()
+        over = all(e.returned is not None or e.counted or e.retired for e in workers)
+        return self._told or over
 
     def _launch(self, keys: Sequence[Key]) -> None:
-        for key in keys:
+        for key in keys if not self._others else ():
             self._launches += 1
             if key in self.running:  # one that was replaced while it ran, as where it hangs
                 assert key.kind == "worker", f"a second {key} beside the first"
@@ -164,12 +188,17 @@ class World:
             if key.kind not in spared and self.running.pop(key, None):
                 self._due.append(ProcessEnd(key, -9))
 
-    def _count(self, entry: Any, replaced: bool) -> None:
-        self._entries[id(entry)] = entry  # which also keeps the number from being used again
-        self._counts[id(entry)] += 1
-        assert self._counts[id(entry)] == 1, f"{entry.key} is counted twice"
+    def _note_dead(self, event: Event) -> None:
+        """Keep a worker that ends as it is known now: another one may have its place then."""
+        if isinstance(event, ProcessEnd) and event.key.kind == "worker":
+            entry = self.life.roster.entries[event.key]
+            if entry.returned is None:
+                self._dead.append(entry)
+
+    def _count(self, entry: Entry, replaced: bool) -> None:
+        assert not any(each is entry for each in self._counted), f"{entry.key} is counted twice"
+        self._counted.append(entry)
         limit = self.life.terms.on_worker_death
-        self._replaced[entry.key] += replaced
         if replaced:
             assert isinstance(limit, Restart)
             assert entry.restarts < limit.times, f"{entry.key} is restarted past its limit"
@@ -186,15 +215,9 @@ class World:
         waits = life.ending or life.state in ("starting", "resuming")
         if waits:
             assert life.wake_at is not None, f"{life.state} waits without a deadline"
-        if life.wake_at is not None:
-            assert life.wake_at >= self.now, "what is due was not done"
         if life.ending or life.state == "resuming" or life.dismissed:
             return
-        dead = [
-            entry
-            for entry in life.roster.workers()
-            if entry.status is not None and entry.returned is None
-        ]
-        for entry in dead:
+        for entry in self._dead:
             settled = entry.retire_by is not None or self.now >= entry.settled_at
-            assert not settled or self._counts[id(entry)] == 1, f"{entry.key} was not counted"
+            counted = any(each is entry for each in self._counted)
+            assert counted or not settled, f"the end of {entry.key} was not counted"
