@@ -28,7 +28,7 @@ from paramserve.rules.rows import row_layout
 COMPILE_WAIT_S = 120.0
 """How long a process waits for the one that compiles, before it compiles as well."""
 SAY_S = 2.0
-"""Of that wait, before it is told."""
+"""Seconds of waiting for compilation before a line says so."""
 _LOOK_S = 0.05
 FLOAT = np.dtype(np.float32)
 

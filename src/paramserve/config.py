@@ -48,7 +48,7 @@ class Limits(Struct, frozen=True):
     log_bytes_max: int = 64 << 20
     """Bytes of these records, at the coordinator and in each worker."""
     reduce_bytes_max: int = 1 << 20
-    """Of a value in `worker.all_reduce`."""
+    """Largest value that `worker.all_reduce` takes, in bytes."""
     token_grace_s: float = 600.0
     """When a server's token file gets another token, peers may come with the one before for this
     long; 0.0: no longer. Connections that stand are not ended."""
@@ -58,7 +58,7 @@ class Limits(Struct, frozen=True):
 
 
 MAY_BE_ZERO: Final = frozenset({"poll_s_max", "token_grace_s"})
-"""Of `Limits`: 0 turns off what they bound."""
+"""Fields of `Limits` for which 0 turns off what they bound."""
 
 
 class Deadlines(Struct, frozen=True):
@@ -67,11 +67,11 @@ class Deadlines(Struct, frozen=True):
     request_s: float = 120.0
     """Push, pull, define and tick, unless the call names its own `timeout_s`."""
     busy_s: float = 1800.0
-    """As `request_s`, where a push or tick, or an assign, fetch, drain or rest behind one, waits
-    for workers that live and do not step, as while they evaluate; likewise a barrier, an
-    all-reduce, a wait for rank 0's define, and one for a table that another worker loads
-    (`load_tables`). As long as torch.distributed waits. A server that does not say which workers
-    it waits for has `stall_s` more to do so."""
+    """Longest wait of a request, like `request_s`, for workers that live and do not step, as while
+    they evaluate: of a push or tick, or an assign, fetch, drain or rest behind one. Likewise of a
+    barrier, an all-reduce, a wait for rank 0's define, and one for a table that another worker
+    loads (`load_tables`). As long as torch.distributed waits. A server that does not say which
+    workers it waits for has `stall_s` more to do so."""
     start_s: float = 60.0
     """From the launch of the processes until all servers are known."""
     stop_s: float = 1.0
@@ -116,7 +116,7 @@ FIRST_OPTIMIZER = ""
 NO_RANK = -1
 """Rank of a client that is not a worker."""
 CLUSTER_BYTES = 16
-"""Of the random number that tells a cluster from every other one."""
+"""Bytes of the random number that tells a cluster from every other one."""
 
 
 class TLS(Struct, frozen=True):
@@ -213,7 +213,7 @@ class CheckpointPlan(Struct, frozen=True):
     claimed: bool = False
     """Whether the driver has left that name there: the coordinator has to find it."""
     seed: int | None = None
-    """Of the run, which one that goes on from a checkpoint takes over; None: it has none."""
+    """Seed of the run, which a run resumed from a checkpoint takes over; None: it has none."""
     every_s: float = 0.0
     """Seconds between two; 0: not by time."""
     every_steps: int = 0
@@ -263,14 +263,14 @@ class ServerConfig(Struct, frozen=True):
     coordinator: tuple[str, ...]
     """Addresses: `unix:<path>` or `tcp:<host>:<port>`."""
     directory: str
-    """As the coordinator's."""
+    """Folder of the run; see `CoordinatorConfig.directory`."""
     consistency: ConsistencySpec
     tcp_bind: str = ""
     """`host:port` to listen on besides the Unix socket; empty: no TCP."""
     advertise: str = ""
-    """As the coordinator's."""
+    """Host that peers connect to; see `CoordinatorConfig.advertise`."""
     cluster: bytes = b""
-    """As the coordinator's."""
+    """Random number of the cluster; see `CoordinatorConfig.cluster`."""
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()
     checkpoints: CheckpointPlan = CheckpointPlan()

@@ -21,9 +21,9 @@ LINES_MAX: Final = 2000
 TEXT_MAX: Final = 2000
 """Characters of a message or traceback."""
 REPORT_BYTES_MAX: Final = 1 << 20
-"""Of the lines of one report; the oldest are left out."""
+"""Most bytes of the lines of one report; the oldest are left out."""
 LOGGERS: Final = ("asyncio", "py.warnings")
-"""Of other libraries, what they log for us; from their own levels on."""
+"""Loggers of other libraries that log for us; from their own levels on."""
 
 
 class Recent(logging.Filter):
@@ -87,7 +87,7 @@ class _Hold(Recent):
 
 
 _holds: list[_Hold] = []
-"""Those that are open; the last one is the process's."""
+"""Open holds; the last one is the process's."""
 
 
 @contextmanager

@@ -56,8 +56,8 @@ def state() -> bytes:
 
 
 def _of_numpy() -> _Twister | bytes | None:
-    """Of numpy's global generator, which may be any (`numpy.random.set_bit_generator`); None: its
-    state cannot be had."""
+    """State of numpy's global generator, which may be any (`numpy.random.set_bit_generator`); None:
+    it cannot be read."""
     try:
         found = np.random.get_state(legacy=False)
         if found["bit_generator"] != TWISTER:

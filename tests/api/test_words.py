@@ -1,4 +1,4 @@
-"""A name is a noun or a verb in the infinitive: bare participles do not become more."""
+"""Names are nouns or verbs in the infinitive, and a docstring's first line stands alone."""
 
 from __future__ import annotations
 
@@ -71,6 +71,16 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Each docstring of a module, its classes, functions and attributes, with its line."""
+    for node in ast.walk(tree):
+        for part in (getattr(node, field, None) for field in ("body", "orelse")):
+            for statement in part if isinstance(part, list) else ():
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield statement.lineno, text
+
+
 @functools.cache
 def participles() -> dict[str, list[tuple[str, str]]]:
     """By folder, the place and the word of each name that is a bare participle."""
@@ -94,6 +104,16 @@ def test_folder_has_no_more_participles_as_names_than_its_budget() -> None:
         if len(words) > BUDGET.get(folder, 0)
     ]
     assert not over, "name what it is, or lower what was there before:\n" + "\n".join(over)
+
+
+def test_first_line_of_a_docstring_stands_alone() -> None:
+    places = [
+        f"{path.relative_to(SOURCE)}:{line} {text.strip().splitlines()[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text()))
+        if text.lstrip().startswith(LEANING)
+    ]
+    assert not places, "say what it is or does:\n" + "\n".join(places)
 
 
 def test_clean_folder_tells_no_story() -> None:

@@ -60,7 +60,7 @@ class Committer:
         self._servers = servers
         self._nonce = nonce
         self._last: Manifest | None = None
-        """Of this run."""
+        """Newest manifest that this run has written."""
         self._resources = ExitStack()
         self._folder = self._resources.enter_context(Folder(storage).claimed(plan.run))
         self._resources.callback(self._folder.drop_probe, nonce)  # also of a start that is refused

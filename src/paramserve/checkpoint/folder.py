@@ -37,7 +37,7 @@ from paramserve.errors import CheckpointDamaged, CheckpointError
 T = TypeVar("T")
 
 OTHERS_NAMED = 5
-"""Of what lies in a folder that is not ours."""
+"""Most foreign entries of a checkpoint folder that an error names."""
 STEP = re.compile(r"step-\d+(-\d+)?")
 """The names of checkpoints and of their folders."""
 PROBE = ".probe-"
@@ -48,7 +48,7 @@ class Pruned(NamedTuple):
 
     checkpoints: tuple[str, ...]
     nbytes: int
-    """Of files that no manifest needs any more."""
+    """Bytes of the files that no manifest needs any more."""
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -135,7 +135,7 @@ class Folder:
     # --- which there are -------------------------------------------------------------------------
 
     def numbers(self) -> list[int]:
-        """Of all checkpoints, damaged ones too, the newest first.
+        """Numbers of all checkpoints, damaged ones too, the newest first.
 
         Raises:
             CheckpointError: there is no such folder.

@@ -21,9 +21,9 @@ from paramserve.errors import CheckpointDamaged, CheckpointError
 from paramserve.messages import BlockSpec
 
 FORMAT = 1
-"""Of files and manifest; a reader refuses a later one."""
+"""Version of the file and manifest format; a reader refuses a later one."""
 PART_BYTES = 8 << 20
-"""Of a file under one hash, at most: what a reader of a single element has to read."""
+"""Most bytes of a file under one hash: what a reader of a single element has to read."""
 NAME_MAX = 100
 """Characters of a file's name that come from a group or table."""
 SAFE = " ()[]+=,@"
@@ -65,10 +65,10 @@ class Written(Struct, frozen=True):
 
     path: str
     size: int
-    """Of the whole file."""
+    """Bytes of the whole file."""
     parts: tuple[Part, ...]
     chunks: dict[str, tuple[Chunk, ...]] = {}
-    """Of a table's file: of each section, in order."""
+    """Chunks of each section of a table's file, in order."""
     table: str = ""
     """The table that its rows are of."""
     full: bool = False
@@ -87,7 +87,7 @@ class Cut(Struct, frozen=True, kw_only=True):
     clocks: dict[str, int] = {}
     """By group."""
     updates: int = 0
-    """Of all groups, as the shards count them."""
+    """Updates applied to all groups, as the shards count them."""
     blocks: tuple[BlockSpec, ...] = ()
     """All that were defined, tables too."""
     torn: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Of its files, those that it shares with others too."""
+        """Bytes of the checkpoint's files, those that it shares with others too."""
         return sum(each.size for each in self.files)
 
     def file(self, path: str) -> Written:
@@ -136,7 +136,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         )
 
     def own(self, path: str) -> Written:
-        """As `file`, of a path within the folder that was written for this checkpoint."""
+        """File at a path within the folder that was written for this checkpoint."""
         return self.file(f"{self.name}/{path}")
 
 

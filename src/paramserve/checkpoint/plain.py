@@ -29,7 +29,7 @@ Arrays = dict[str, tuple[str, Array]]
 
 TENSORS = ".safetensors"
 DEPTH_MAX = 64
-"""Of containers in one another; what holds itself goes on for ever."""
+"""Most containers in one another; a container that holds itself goes on for ever."""
 _TUPLE, _BIG, _ARRAY, _TENSOR, _SCALAR, _NAMED, _SURROGATES = range(1, 8)
 """Types of msgpack extensions."""
 KEYS = (str, int, float, bool, type(None))

@@ -51,7 +51,7 @@ THREADS = 2
 APART_BYTES = 4 << 20
 """Less than this is read by the caller's thread alone."""
 SLICE_BYTES = 64 << 20
-"""Of a table's rows that are in memory at once, about."""
+"""Bytes of a table's rows that are in memory at once, about."""
 NAMED = 3
 """Tensors of a damaged part that an error names."""
 FIX = "use the checkpoint before, or a copy of this one"

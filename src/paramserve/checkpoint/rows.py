@@ -29,7 +29,7 @@ Columns = dict[str, Array]
 ROWS, REMOVED, USED, ADMISSION = SECTIONS = ("rows", "removed", "used", "admission")
 KEY = "key"
 BITS = 32
-"""Of a place."""
+"""Bits of the hash by which keys are placed on shards."""
 
 
 class Column(NamedTuple):

@@ -173,9 +173,10 @@ class LoadedShard:
         self._records = records
 
     def frontiers(self, policy: ConsistencySpec, workers: int) -> dict[int, int]:
-        """Of each group that went by the cluster's policy on all shards, which was this one: the
-        first clock of which no worker that comes again has executed a step. All shards that go on
-        find the same."""
+        """First clock, per group, of which no resumed worker has executed a step.
+
+        Groups that stepped under the cluster's policy on all shards, of which this was one. All
+        shards that resume compute the same."""
         own = {spec.group for one in self._records for spec in one.specs() if spec.consistency}
         by_group = dict[int, list[GroupRecord]]()
         for group in (each for one in self._records for each in one.groups if each.id not in own):

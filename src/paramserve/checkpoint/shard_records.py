@@ -19,7 +19,7 @@ VALUE, STATE, COUNT = "value", "state", "count"
 LAST_USE, USE_ORDER = "last_use", "use_order"
 """The clock of a row's last use, and numbers that rise in the order of use."""
 OLD = "old"
-"""Of a key that waits for admission, whether the old generation counts it."""
+"""Field: whether the old generation counts a key that waits for admission."""
 USES = {LAST_USE: Column("int64"), USE_ORDER: Column("int64")}
 WAITING = {COUNT: Column("uint32"), OLD: Column("uint8")}
 
@@ -72,12 +72,12 @@ class ShardRecord(Struct, frozen=True):
     sums: tuple[SumRecord, ...]
 
     def specs(self) -> list[BlockSpec]:
-        """Of all blocks and tables, as they were cut."""
+        """Specs of all blocks and tables, as they were cut."""
         return [*(each.spec for each in self.blocks), *(each.spec for each in self.tables)]
 
 
 def shard_records(saved: Checkpoint) -> tuple[ShardRecord, ...]:
-    """Of all servers that wrote a checkpoint.
+    """Records of all servers that wrote a checkpoint.
 
     Raises:
         CheckpointDamaged: one cannot be read.

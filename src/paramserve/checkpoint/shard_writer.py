@@ -56,9 +56,9 @@ Turns = Generator[Job, Any, None]
 PIECE_BYTES = 8 << 20
 """Copied out of a cut between two events, at most: some 2 ms."""
 KEYS_AT_ONCE = 1 << 17
-"""As `PIECE_BYTES`, of numbers that lie one behind the other."""
+"""Numbers, one behind the other, copied out of a cut between two events, at most."""
 ROWS_AT_ONCE = 1 << 15
-"""As `PIECE_BYTES`, of rows, which lie apart."""
+"""Rows, which lie apart, copied out of a cut between two events, at most."""
 
 
 def write_shard(

@@ -22,7 +22,7 @@ from paramserve.errors import CheckpointError
 Buffer = bytes | bytearray | memoryview
 
 READ_MAX = 256 << 20
-"""Of a file that is read whole: manifests and control state."""
+"""Most bytes of a file that is read whole: manifests and control state."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -67,7 +67,7 @@ class File(ABC):
         """Make what was written last through a crash. After an error nothing is known of it."""
 
     def finish(self, size: int) -> None:
-        """As `sync`, after the last write to a new file.
+        """Sync a new file after its last write.
 
         Args:
             size: of the file, once all its writers are done.

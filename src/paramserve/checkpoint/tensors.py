@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
     """A key of `KINDS`."""
     shape: tuple[int, ...]
     offset: int = 0
-    """Of its first byte, from the start of the file."""
+    """Bytes from the start of the file to the tensor's first byte."""
 
     @property
     def carrier(self) -> np.dtype[Any]:

@@ -33,8 +33,8 @@ from paramserve.messages import BlockSpec
 Array = npt.NDArray[Any]
 
 SYNC_BYTES = 256 << 20
-"""Of a file, written between two syncs: so the last one takes seconds, not minutes, on a slow disk,
-and the system keeps no more of it in memory."""
+"""Bytes of a file written between two syncs: so the last one takes seconds, not minutes, on a slow
+disk, and the system keeps no more of it in memory."""
 
 
 class _Output:
@@ -153,7 +153,7 @@ class DenseFile:
         )
 
     def finish(self, path: str) -> Written:
-        """As `_Output.finish`. Raises `ValueError`: a block is not whole."""
+        """Finish the file; see `_Output.finish`. Raises `ValueError`: a block is not whole."""
         for block, (start, stop, _) in self._gaps.items():
             if start != stop:
                 raise self._wrong(block, start)
@@ -212,7 +212,7 @@ class TableFile:
         self._done[section], self._last[section] = done + keys.size, int(at[-1])
 
     def finish(self, path: str) -> Written:
-        """As `_Output.finish`. Raises `ValueError`: rows are missing."""
+        """Finish the file; see `_Output.finish`. Raises `ValueError`: rows are missing."""
         for section, section_spec in self._sections.items():
             done = self._done[section]
             if done != section_spec.rows:
@@ -249,7 +249,7 @@ class Writer:
         self._files: dict[str, _Output | DenseFile | TableFile] = {}
         self._outputs: list[_Output] = []
         self._folders = {"": True}
-        """Those that have names of ours, in the order they were made."""
+        """Folders that have names of ours, in the order they were made."""
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ FILES_MIN = 4096
 """Open files: a server has one for each connection, and some for each arena."""
 MEMORY_MIN = 2 << 30
 SHARED_MIN = 64 << 20
-"""Of /dev/shm: torch's loaders put their batches there."""
+"""Free bytes of /dev/shm below which `doctor` warns: torch's loaders put their batches there."""
 WAKE_S_SLOW = 50e-6
 """Machines with quick wake-ups need 3 to 20 us; virtual ones up to some hundred."""
 FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")

@@ -59,7 +59,7 @@ FLOAT32 = np.dtype(np.float32)
 Put = Callable[[Records], None]
 
 FORMAT = 1
-"""Of the columns and the metadata; a reader refuses a later one."""
+"""Version of the columns and the metadata; a reader refuses a later one."""
 METADATA = b"paramserve"
 """Key of the schema's metadata: JSON with the format, and the table's name, dim, dtype, seed and
 rule."""
@@ -67,11 +67,11 @@ IDLE = "idle_clocks"
 IDLE_MAX = (1 << 32) - 1
 """What is longer ago is written as this."""
 PART_BYTES = 8 << 20
-"""Of rows that are read, written or checked at once."""
+"""Bytes of rows that are read, written or checked at once."""
 ROWS_MAX = 65_536
 """The same, in rows; also those of a row group in a file."""
 BUFFER_BYTES = 1 << 20
-"""Of a file, for each column that is read."""
+"""Bytes of a file that are buffered for each column that is read."""
 
 
 class TableMetadata(Struct):
@@ -527,7 +527,7 @@ class Taking:
             raise self._unlike(name, f"has {have} elements in each row, {what} is {size}", have)
 
     def _state_width(self, state: bool | None) -> int:
-        """Of the state that is to be taken over, or -1."""
+        """Elements of rule state in a row that is taken over, or -1."""
         there = [name for name in ("state", "count") if name in self._schema.names]
         if state is False or (state is None and not there):
             return -1

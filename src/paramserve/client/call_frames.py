@@ -33,7 +33,7 @@ class Prepared(Struct, frozen=True, eq=False):
     captured: list[Slot]
     """Go back when all shards have answered."""
     clock: int
-    """Of this client in that group before it."""
+    """Client's clock in that group before the request."""
     saved: tuple[Saved, ...] = ()
     """What it tells of what the worker has saved."""
     encoded: Mapping[int, Encoded] = {}
@@ -41,7 +41,7 @@ class Prepared(Struct, frozen=True, eq=False):
 
 
 def stepping(parts: Sequence[StepParts]) -> list[StepParts]:
-    """Those that are steps, and not only reads."""
+    """Parts of a call that are steps, and not only reads."""
     return [
         each
         for each in parts

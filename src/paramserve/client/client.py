@@ -100,7 +100,7 @@ class Client:
 
     @property
     def rank(self) -> int:
-        """Of the worker; -1 for a client that no worker waits for."""
+        """Rank of the worker; -1 for a client that no barrier waits for."""
         return self.connection.rank
 
     @property

@@ -39,7 +39,7 @@ class ClientClocks:
         the thread that holds the client's lock."""
         self._terms = terms
         self._reply_lock = threading.Lock()
-        """Of clocks and terms: a thread that reads an answer does not hold the client's lock."""
+        """Guards clocks and terms: a thread that reads an answer lacks the client's lock."""
 
     @property
     def missed(self) -> int:

@@ -356,7 +356,7 @@ class Connection:
         return status.members if status is not None else ()
 
     def _states(self) -> dict[int, str]:
-        """Of each rank; as `members`."""
+        """State of each rank, as in `members`."""
         return {each.rank: each.state for each in self.members()}
 
     def _status(self) -> Status | None:

@@ -73,7 +73,7 @@ class Directory:
         self._connection = connection
         self._steps = steps
         self._codecs: dict[str, type[Codec]] = {}
-        """Of the user's own, by name: with which this client has defined something."""
+        """User's own codecs, by name, with which this client has defined something."""
         self._control = connection.control
         self._exchange = connection.exchange
         self._lock = connection.lock

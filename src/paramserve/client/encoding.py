@@ -76,13 +76,13 @@ class Encoder:
 
     def __init__(self, rank: int, take: Callable[[Sequence[int]], list[Slot]]) -> None:
         self.sent_bytes = 0
-        """Of encoded gradients."""
+        """Bytes of encoded gradients, as sent."""
         self.plain_bytes = 0
-        """Of the same gradients, as they were."""
+        """Bytes of the encoded gradients before they were encoded."""
         self._rank = rank
         self._take = take
         self._groups: dict[str, tuple[int, int]] = {}
-        """The same two of each group."""
+        """Bytes sent and plain, for each group."""
         self._blocks: dict[int, Block] = {}
         """By number: those that have, or had, a residual."""
         self._residuals: dict[int, Floats] = {}
@@ -98,7 +98,7 @@ class Encoder:
         self._pushes: dict[int, tuple[int, int]] = {}
         """By block: the clock of the last push, and how many there were in it before."""
         self._lock = threading.Lock()
-        """Of the residuals: answers come in any thread."""
+        """Guards the residuals: any thread may read an answer."""
 
     def residual(self, block: Block) -> Floats | None:
         """A copy of what was left out of a block's gradients, [block.size], with those that are on
@@ -127,7 +127,7 @@ class Encoder:
         flush: bool,
         shared: bool,
     ) -> dict[int, Encoded]:
-        """Those gradients of a step that are to be encoded, by block.
+        """Encode the gradients of a step whose block has a codec, by block.
 
         Args:
             pushes: with the slots that they lie in.
@@ -314,8 +314,10 @@ class Encoder:
             self._flushed = flush or self._flushed
 
     def report(self) -> tuple[SentGradients, ...]:
-        """Of each group what was sent so far. It waits for no push: a norm is of what was answered,
-        and of what an answer changes meanwhile somewhere between the two."""
+        """Bytes sent so far, and the residual's norm, for each group.
+
+        It waits for no push: a norm is of what was answered, and of what an answer changes
+        meanwhile somewhere between the two."""
         squared_norm: Callable[[Floats], float] = compiled().squared_norm
         squares = dict.fromkeys(list(self._groups), 0.0)
         for block, residual in list(self._residuals.items()):
@@ -480,14 +482,14 @@ def in_words(group: str, blocks: Sequence[Block], *, local: bool, lost_before: i
 
 
 def _pushed_bytes(block: Block) -> int:
-    """Of all its shards' parts of a gradient, as they are sent."""
+    """Bytes of a gradient as sent, all shards' parts together."""
     if block.push_codec is None:
         return block.nbytes
     return sum(codec.size(_count(block, at)) for at, codec in enumerate(block.push_codecs))
 
 
 def _pulled_bytes(block: Block) -> int:
-    """The same of its values."""
+    """Bytes of the values as read, all shards' parts together."""
     codec, shards = block.pull_codec, range(len(block.spec.cuts) - 1)
     if codec is None:
         return block.nbytes

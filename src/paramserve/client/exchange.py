@@ -119,12 +119,12 @@ class Exchange(Links):
             joined, rank, credentials, limits, deadlines, connect, timing, window, session, allocate
         )
         self._condition = threading.Condition(self._lock)
-        """Of the lock; notified when a thread has read something."""
+        """Condition on the lock; notified when a thread has read something."""
         self._waiters = 0
         self._polling = False
         """Whether a thread polls the links, without the lock."""
         self._questions: list[Question] = []
-        """Those under way: each keeps its own answers."""
+        """Questions under way; each keeps its own answers."""
         self.waited_s = 0.0
         """Seconds that calls have waited for answers; where several threads wait, each counts."""
         self.waits_since: float | None = None

@@ -22,7 +22,7 @@ logger = logging.getLogger("paramserve")
 
 RECORDS_PER_BEAT_MAX = 1000
 BEAT_BYTES_MAX = 1 << 20
-"""Of the records in one beat; a quarter of `header_bytes_max` if that is less."""
+"""Most bytes of the records in one beat; a quarter of `header_bytes_max` if that is less."""
 BEATS_AT_ONCE_MAX = 16
 """More than one beat are sent together while records wait."""
 
@@ -49,7 +49,7 @@ class Heartbeat:
         self._incoming: deque[tuple[int, Record]] = deque()
         """What was logged and has no number yet, each with its size."""
         self._lock = threading.RLock()
-        """Of a thread: a signal handler may log within a call that has it."""
+        """Reentrant for the thread: a signal handler may log within a call that holds it."""
         self._at_work = False
         """Whether the records are being changed, by the thread that has the lock."""
         self.sent_gradients: Callable[[], tuple[SentGradients, ...]] = tuple
@@ -59,7 +59,7 @@ class Heartbeat:
         self.beaten: Callable[[], None] = lambda: None
         """Is told of each heartbeat."""
         self._acknowledged: tuple[SentGradients, ...] = ()
-        """Of that, what the coordinator knows."""
+        """Sent gradients that the coordinator has acknowledged."""
         self._clock = 0
         self._stop = threading.Event()
         self._ended: Callable[[], bool] = self._stop.is_set

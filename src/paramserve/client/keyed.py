@@ -161,7 +161,7 @@ class Keyed:
         leased: bool = False,
         numbered: Callable[[Ticket], object] | None = None,
     ) -> Ticket:
-        """As `push`, of rows that have been checked, each of another table of this client."""
+        """Push rows that have been checked, each of another table of this client; see `push`."""
         if self._connection.checks:
             self._connection.check()
         with self._lock:
@@ -222,7 +222,7 @@ class Keyed:
             raise ValueError(f"table {table.name!r} was got from another client")
 
     def _check_hyper(self, block: Block, hyper: Hyper | None) -> None:
-        """As `check_row_hyper`; most steps have those of the one before."""
+        """Check hyper-parameters of rows; most steps have those of the one before."""
         if hyper is not None and self._good_hyper.get(block.id) != hyper:
             check_row_hyper(block, hyper)
             self._good_hyper[block.id] = hyper

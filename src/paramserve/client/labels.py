@@ -24,15 +24,15 @@ from paramserve.messages import TableSpec
 Array = npt.NDArray[Any]
 
 BYTES_MAX = 96
-"""Of a string; what is longer is cut between two characters."""
+"""Most bytes of a string; a longer one is cut between two characters."""
 DIM = BYTES_MAX // 3
 ROW_BYTES = 192
-"""Of a label and its index on a shard. Measured: 187 to 193, from 500 labels on."""
+"""Bytes that a label and its index take on a shard. Measured: 187 to 193, from 500 labels on."""
 PUT_ROWS = 16_384
 """Strings in one message."""
 LABELS_MAX = 10_000_000
-"""Of a table with `labels=True` and no `LRU(rows=...)`, on all servers together: keys that no row
-is made for, such as those that `MinCount` keeps out, have strings as well."""
+"""Most labels, on all servers together, of a table with `labels=True` and no `LRU(rows=...)`: keys
+that no row is made for, such as those that `MinCount` keeps out, have strings as well."""
 LOOK_KEYS = 1 << 16
 """Strings that a client gives before it looks whether labels were deleted, at most."""
 SENT_MAX = 1 << 20

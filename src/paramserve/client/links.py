@@ -227,7 +227,7 @@ class Links:
         anywhere in any thread."""
         self._arenas: dict[int, Arena] = {}
         self._place = 0
-        """Of the last call, among all that this client has sent."""
+        """Number of the last call among all that this client has sent."""
         self._takes = 0
         """Takes since arenas were given back."""
         self._most = 0
@@ -255,8 +255,8 @@ class Links:
         self._mutating = ""
         """What of the sessions is being changed; found by another call, that was interrupted."""
         self.interrupted_in = ""
-        """The same for what the owner knows besides, under the owner's lock: set and cleared
-        there, looked at by `Exchange.check_whole`."""
+        """Name of what else of the owner is being changed: set and cleared under the owner's lock,
+        looked at by `Exchange.check_whole`."""
 
     @property
     def closed(self) -> bool:
@@ -367,7 +367,7 @@ class Links:
             self.let_go(slots)
 
     def let_go(self, slots: Sequence[Slot]) -> None:
-        """As `give_back`, of the thread that reads answers: it holds the lock."""
+        """Release slots from the thread that reads answers and holds the lock; see `give_back`."""
         if not self._closed:
             self._pool.give_back(slots)
 

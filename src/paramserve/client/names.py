@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
     name: str
     array: Array
     half: str | None = None
-    """As `BlockSpec.half`."""
+    """Dtype of 16-bit values; see `BlockSpec.half`."""
 
 
 def as_pairs(
@@ -282,7 +282,7 @@ class Part(Struct, frozen=True, eq=False):
     pieces: tuple[NamedPiece, ...]
     """In the block's order."""
     places: tuple[int, ...]
-    """Of these among the call's names."""
+    """Positions of the block's tensors among the call's names."""
     span: slice | None
     """The same, if they lie side by side in this order."""
     active: tuple[int, ...] | None
@@ -309,7 +309,7 @@ class Part(Struct, frozen=True, eq=False):
         )
 
     def pick(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Of the arrays for a call's names, those for this block."""
+        """Arrays of this block among those for a call's names."""
         if self.span is not None:
             return arrays[self.span]
         return [arrays[place] for place in self.places]

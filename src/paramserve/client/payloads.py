@@ -82,12 +82,12 @@ class Payloads:
         self._blocks = blocks
         self._arenas = arenas
         self.read_bytes: dict[str, tuple[int, int]] = {}
-        """Of each group whose values came encoded: their bytes as they came and as they are."""
+        """Bytes as sent and as they are, for each group whose values arrived encoded."""
         self._readers: dict[tuple[int, int], DeltaReader] = {}
         """By block and shard: what it has of values that come as what has changed."""
 
     def inline(self, shard: int, message: ShardRequest, payload: Outgoing) -> ShardRequest:
-        """The same request with its bytes in the frame instead of an arena.
+        """Copy of a request with its bytes in the frame instead of an arena.
 
         Args:
             payload: of the frame; the request's parts are added.
@@ -190,7 +190,7 @@ class Payloads:
         return self._arenas[arena].memory[offset : offset + (high - low) * block.dtype.itemsize]
 
     def _kept_part(self, shard: int, number: int, arena: int, offset: int) -> Bytes:
-        """The same of what the servers keep."""
+        """Bytes in an arena of values as the servers keep them."""
         block = self._blocks[number]
         low, high = block.range(shard)
         return self._arenas[arena].memory[offset : offset + (high - low) * block.kept.itemsize]

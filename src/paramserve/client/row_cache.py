@@ -30,7 +30,7 @@ class CacheReport(NamedTuple):
     hits: int
     """Keys of pulls and prefetches that were read here."""
     misses: int
-    """Those that were not."""
+    """Keys of pulls and prefetches that were read from the servers."""
     memory_bytes: int
 
 
@@ -71,7 +71,7 @@ class RowCache:
         self._first_fresh = 0
         """Places that have been used at all."""
         self._free = np.empty(0, np.int64)
-        """Those of them that are free again."""
+        """Rows of the cache that are free again."""
         self._hand = 0
         self._versions: dict[int, list[int]] = {}
         """By clock: the lowest versions that copies of it were read at."""
@@ -106,7 +106,7 @@ class RowCache:
         return places
 
     def _lowest(self, clock: int) -> list[int]:
-        """Of all versions since that clock."""
+        """Lowest version of each shard since that clock."""
         since = [each for at, each in self._versions.items() if at >= clock]
         return [min(each) for each in zip(*since, strict=True)]
 

@@ -28,16 +28,16 @@ class RowEncoder:
 
     def __init__(self, rank: int, links: Links) -> None:
         self.sent_bytes = 0
-        """Of encoded gradients and their keys."""
+        """Bytes of encoded gradients and their keys, as sent."""
         self.plain_bytes = 0
-        """Of the same, as they were."""
+        """Bytes of the encoded gradients and their keys before they were encoded."""
         self._rank = rank
         self._links = links
         self._pushes: dict[int, int] = {}
         """By block."""
 
     def encoded(self, push: RowPush) -> RowPush:
-        """The same gradients, encoded, in a slot of their own; that of the push is given back, also
+        """Encode the gradients of a push in a slot of their own; the push's slot is released, also
         where this fails.
 
         Args:

@@ -356,7 +356,7 @@ class RowReads:
                 self._caches[block.id] = RowCache(rows, clocks, dim, keep_pushed=keep_pushed)
 
     def cache_report(self, block: Block) -> CacheReport:
-        """Of the copies of a table's rows; see `Table.cache_report`."""
+        """Counts of the cached copies of a table's rows; see `Table.cache_report`."""
         with self._lock:
             cache = self._caches.get(block.id)
             return CacheReport(0, 0, 0, 0) if cache is None else cache.report

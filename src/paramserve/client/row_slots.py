@@ -31,7 +31,7 @@ CLASSES = 8
 """Slots of rows have one of so many sizes between a power of two and the next: batches differ by
 some rows, and a slot of the same size is used again without cutting memory anew."""
 SIZES_KEPT_MAX = 1024
-"""Of slots, that are not computed anew."""
+"""Most slot sizes that are kept so as not to be computed anew."""
 
 
 class RowPush(Struct, frozen=True, eq=False):
@@ -52,11 +52,11 @@ class RowPull(Struct, frozen=True, eq=False):
     places: tuple[ReadTarget, ...]
     """For each shard."""
     slot: Slot
-    """Of the keys, and of the rows behind them."""
+    """Memory of the keys, and of the rows behind them."""
     start: int
     """Where in the slot the rows begin, in bytes."""
     shape: tuple[int, int]
-    """Of the rows."""
+    """Rows and elements of a row."""
 
 
 class NamedKeys(Struct, frozen=True, eq=False):

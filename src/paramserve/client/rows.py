@@ -59,7 +59,7 @@ class CheckedRows(Struct, frozen=True, eq=False):
 
     @staticmethod
     def none_of(block: Block, hyper: Hyper | None = None) -> CheckedRows:
-        """Of no row of a table, so that only its clock goes on."""
+        """Push of no row of a table, so that only its clock goes on."""
         assert block.table is not None
         none = np.empty((0, block.table.dim), np.float32)
         return CheckedRows(block, np.empty(0, np.int64), none, hyper)

@@ -23,9 +23,9 @@ TRACKED = "tracked "
 RANDOM = "random"
 """What the random generators of a worker are saved as, with each of its steps."""
 BYTES_MAX, NAMES_MAX = SAVED_BYTES_MAX // 2, SAVED_NAMES_MAX // 2
-"""Of what the program saves, and likewise of the library's own."""
+"""Most bytes and names that the program saves, and likewise of the library's own."""
 COUNT_BITS = 32
-"""Of a save's number: how many there were before it in its incarnation."""
+"""Bits of a save's number: how many there were before it in its incarnation."""
 
 
 class Saving:
@@ -49,7 +49,7 @@ class Saving:
         self._functions: dict[str, Callable[[], bytes | None]] = {}
         """Functions that are asked at each step, by name."""
         self._parts: Sequence[StepParts] = ()
-        """Of the step that is about to be sent."""
+        """Parts of the step that is about to be sent."""
         self._waiting: dict[str, Saved] = {}
         """What no step has told."""
         self._delivered: dict[str, Saved] = {}

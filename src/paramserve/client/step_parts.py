@@ -137,7 +137,7 @@ class StepParts(Struct, frozen=True, eq=False):
     leased: bool = False
     """Whether a table's step counts the samples of its call; where it has dense layers, they do."""
     staged: Sequence[Ticket] = ()
-    """Of pushes that waited for this tick: they have its outcome."""
+    """Tickets of pushes that waited for this tick: they resolve to its outcome."""
     by_name: bool = False
     """Whether blocks are read by name, which ends the views of an earlier such read."""
     lent: bool = False
@@ -154,12 +154,12 @@ class StepParts(Struct, frozen=True, eq=False):
 
     @property
     def slots(self) -> list[Slot]:
-        """Those of the gradients."""
+        """Slots of the gradients."""
         return [slot for _, slot in self.pushes] + [each.slot for each in self.row_pushes]
 
     @property
     def taken_slots(self) -> list[Slot]:
-        """Those that go back where nothing is sent."""
+        """Slots that are released where nothing is sent."""
         gradients = [] if self.lent else [slot for _, slot in self.pushes]
         rows = [each.slot for each in self.row_pushes]
         return [*gradients, *rows, *(each.slot for each in self.row_pulls)]
@@ -178,7 +178,7 @@ def offset_of(block: Block, slot: Slot, shard: int) -> int:
 
 
 def kept_offset(block: Block, slot: Slot, shard: int) -> int:
-    """The same of a slot with what the servers keep."""
+    """Offset in a slot of the shard's values as the servers keep them."""
     return slot.offset + block.spec.cuts[shard] * block.kept.itemsize
 
 

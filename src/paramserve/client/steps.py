@@ -99,7 +99,7 @@ class Steps(ClientClocks):
         self._saving: Saving | None = None
         """What this worker has saved; None: nothing."""
         self.run = 0
-        """As `WorkerConfig.run`."""
+        """Number of the run; see `WorkerConfig.run`."""
         self.epochs = 0
         """Epochs that loops over `loader.epochs` have begun, with those that they left out."""
         self.loop = LoopProgress()
@@ -110,7 +110,7 @@ class Steps(ClientClocks):
         self.usage = Usage(exchange, self.loop)
         self.give_back = exchange.give_back
         self.encoder: Encoder | None = None
-        """Of gradients, where a block has a codec for them."""
+        """Encoder of gradients, where a block has a codec for them."""
         self._exchange = exchange
         self._rank = rank
         self._shards = len(exchange.shards)
@@ -190,7 +190,7 @@ class Steps(ClientClocks):
         return first is not block and not self.membership.pending(first.group_name)
 
     def sent_gradients(self) -> tuple[SentGradients, ...]:
-        """Of each group what its gradients and values took on the wire, where a codec has encoded
+        """Bytes of each group's gradients and values on the wire, where a codec has encoded
         some. May be called without the lock."""
         by_group = (
             {} if self.encoder is None else {each.group: each for each in self.encoder.report()}

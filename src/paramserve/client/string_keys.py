@@ -70,7 +70,7 @@ def is_text(keys: Any) -> bool:
 
 
 def hashed(strings: Any, what: str, *, seed: int = 0) -> Array:
-    """As `keys_of`.
+    """Hash strings to keys; see `keys_of`.
 
     Args:
         what: the strings are, for errors.
@@ -120,7 +120,7 @@ def _array(strings: Any) -> Array:
 
 
 def _read(array: Array) -> Array:
-    """The same memory, read-only, as the kernels are compiled for."""
+    """Read-only view of an array, as the kernels are compiled for."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -33,7 +33,7 @@ SCAN_ROWS = 65_536
 HASHES = 1 << 32
 """Keys of strings are mostly above this, either way."""
 ASKED_KEYS = 64
-"""Of the first keys that a client gives to a table with labels, these are compared with them."""
+"""First keys given to a table with labels that are compared with its labels, at most."""
 
 
 class Table:
@@ -268,7 +268,7 @@ class Table:
         return True
 
     def memory_bytes(self) -> int:
-        """Of rows, rule state and index on all servers."""
+        """Bytes of rows, rule state and index on all servers."""
         return sum(report.memory_bytes for report in self._keyed.reports(self.block))
 
     def reports(self) -> list[TableReport]:

@@ -73,7 +73,7 @@ class Ticket(Struct, eq=False, weakref=True):
     operation: Operation | None = None
     """None while the push waits for the tick that ends its synchronous step."""
     others: tuple[Ticket, ...] = ()
-    """Of other groups, sent before it in the same message: its result is there after theirs."""
+    """Tickets of other groups, sent before it in the same message; they resolve first."""
     released: bool = False
     """Whether the values' memory is not this ticket's any more."""
     _outcome: Outcome | None = None

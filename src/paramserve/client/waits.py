@@ -101,7 +101,7 @@ class Waits:
         group: int | None,
         timeout_s: float | None,
     ) -> None:
-        """As `until`, where the answers were not there in the first `timeouts.SAY_S`.
+        """Wait as `until` does, where the answers were not there in the first `timeouts.SAY_S`.
 
         Args:
             began: when the wait did.

@@ -81,7 +81,7 @@ class Codec(ABC):
 
     @property
     def called(self) -> str:
-        """As users write it, in messages."""
+        """Codec as users write it, in messages."""
         return f"ps.{self.name}"
 
     @abstractmethod

@@ -231,7 +231,7 @@ class Int2(Integers):
         codec_kernels().from_int2(rest, scales, out, self.block)
 
     def check_scales(self, scales: Floats) -> None:
-        """As `Blockwise.check_scales`, of both in each four bytes."""
+        """Check both scales in each four bytes; see `Blockwise.check_scales`."""
         halves = scales.view(np.uint16)
         if halves.size and halves.max() >= BFLOAT16_INF:
             self._refuse_scale()

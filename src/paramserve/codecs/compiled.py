@@ -40,7 +40,7 @@ ON_KEYS = ("key_gaps_bytes", "to_key_gaps", "from_key_gaps")
 
 @cache
 def codec_kernels() -> ModuleType:
-    """As modules: `compiling.load_codecs` compiles them."""
+    """Module of codec kernels, not compiled; `compiling.load_codecs` compiles them."""
     from paramserve.codecs import kernels
 
     return kernels

@@ -210,7 +210,7 @@ OUTER = 1.2303
 0.9816 times the standard deviation (Max, *Quantizing for Minimum Distortion*, 1960), which is
 sqrt(pi / 2) times the mean size."""
 PARTS = np.float32(65535.0)
-"""Of the largest size of a block, in which sizes are added up: whole numbers, so that their sum
+"""Parts of a block's largest size, in which sizes are added up: whole numbers, so that their sum
 depends on no order, and is below 2**32 for the largest block."""
 MAGIC_BITS = U(0x4B400000)
 TOP = np.int32(1 << 24)
@@ -641,7 +641,7 @@ def rows_from_signs(data: Array, scales: Array, out: Array, dim: int, block: int
 Q = np.uint64
 SEVEN, LOW_SEVEN, MORE = Q(7), Q(127), Q(128)
 LAST_SHIFT = Q(63)
-"""Of the tenth byte of a gap, which has one bit left."""
+"""Shift of the tenth byte of a gap, which has one bit left."""
 KEY_MAX = Q(0xFFFFFFFFFFFFFFFF)
 
 

@@ -59,7 +59,7 @@ class PowerSGD(Codec):
         return FLOAT_BYTES * count
 
     def encode(self, values: Floats, out: Bytes, seed: int) -> int:
-        """As they are: what has no shape is no matrix."""
+        """Encode values without a shape as they are: they are no matrix."""
         return self.bound(((values.size,),)).encode(values, out, seed)
 
     def decode(self, data: Bytes, out: Floats) -> None:
@@ -85,7 +85,7 @@ class LowRank(Codec):
         return self.codec.name
 
     def _matrices(self, count: int) -> Iterator[tuple[int, int, int]]:
-        """Of each tensor: n, m and the rank; 0: it is sent as it is.
+        """Yield n, m and the rank of each tensor; rank 0: it is sent as it is.
 
         Raises:
             ValueError: they do not have so many values.

@@ -235,7 +235,7 @@ class Async(Policy):
 
 @dataclass(frozen=True)
 class BoundedStaleness(Policy):
-    """As Async, but a worker reads only when no other one is more than `bound` clocks behind it.
+    """Apply gradients as Async does, but hold a read more than `bound` clocks ahead of a worker.
 
     A read at clock c waits until all live workers have finished c - bound, so it contains every
     update of clock <= c - bound - 1.
@@ -263,7 +263,7 @@ class BoundedStaleness(Policy):
 
 @dataclass(frozen=True)
 class DelayCompensated(Policy):
-    """As Async, with each gradient corrected by what the values have changed since it was read.
+    """Apply gradients as Async does, each corrected by how the values changed since it was read.
 
     g + lam * g * g * (value now - value that the worker read), element by element: a diagonal
     guess of the Hessian carries the gradient to the present values. The servers keep up to three
@@ -382,8 +382,9 @@ class LocalSteps(Sync):
 
 @dataclass(frozen=True)
 class AsyncLocalSteps(Async):
-    """As `LocalSteps`, and no worker waits for another: what a worker's `every` steps have changed
-    is applied when it arrives, and the worker goes on from the values of that moment.
+    """Exchange the change of `every` own steps, as `LocalSteps`, but without waiting for others.
+
+    A change is applied when it arrives, and the worker goes on from the values of that moment.
 
     All else is as for `Async`. Where workers have different speeds, the fast ones make more steps:
     let them share the data with `shards="dynamic"` of `worker.loader`.

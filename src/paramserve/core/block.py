@@ -116,7 +116,7 @@ class InSixteenBits:
         self.mark = object()
 
     def view_at(self, whole: Bytes | None, arena: int, offset: int) -> Array:
-        """As `Placed.view_at`, [elements on this shard]."""
+        """View of this shard's 16-bit elements, [elements on this shard]; see `Placed.view_at`."""
         return self._block.part(self.dtype, whole, arena, offset)
 
 
@@ -270,7 +270,7 @@ class ShardBlock(ShardStorage):
         return self.part(self.dtype, whole, arena, offset)
 
     def part(self, dtype: np.dtype[Any], whole: Bytes | None, arena: int, offset: int) -> Array:
-        """As `view_at`, of this dtype."""
+        """View of a part with this dtype; see `view_at`."""
         if self.size == 0:
             return np.empty(0, dtype)
         nbytes = self.size * dtype.itemsize
@@ -368,7 +368,7 @@ class ShardBlock(ShardStorage):
 
     @property
     def answer_bytes(self) -> int:
-        """Of `as_read`."""
+        """Bytes of `as_read`."""
         return self.sent.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
 
     def write_rounded(self, out: Array) -> None:

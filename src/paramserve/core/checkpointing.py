@@ -67,7 +67,7 @@ class CommitFiles(NamedTuple):
     step: int
     cut: CutTaken
     files: tuple[bytes, ...]
-    """As `CutWritten.files`, of each server."""
+    """Files of each server; see `CutWritten.files`."""
     cluster: bytes
     """`ClusterRecord`, in msgpack."""
     pause_s: float
@@ -179,7 +179,7 @@ class Checkpointing:
         self._number = 0
         """Checkpoints that were begun."""
         self._over: CheckpointOver | None = None
-        """Of the last one."""
+        """Result of the last checkpoint."""
         self._report = CheckpointReport(folder=shown(plan.folder))
         self._committed_at: float | None = None
         """When the last one was; None: this run has committed none."""

@@ -97,9 +97,9 @@ class PendingRequest(Struct, eq=False):
     message: ShardRequest
     operation: Operation
     call: int
-    """Of the calls that this one was part of."""
+    """Number of the call that this request was part of."""
     place: int = 0
-    """Of that call among all that the client has sent, to any shard."""
+    """Number of that call among all that the client has sent, to any shard."""
 
 
 class ClientSession:
@@ -297,7 +297,7 @@ class SlotPool(Generic[S]):
         """By arena: begin and end of what is free and no slot, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
         self._lost_at: dict[ref[S], int] = {}
-        """Of lost slots that `reclaim` has seen, the last call then."""
+        """Number of the last call when `reclaim` saw each lost slot."""
         self._at: dict[ref[S], tuple[int, int, int]] = {}
         """Arena, begin and size of each slot, free or taken."""
 

@@ -244,7 +244,7 @@ def _that_may_fail(state: GroupState) -> list[ShardBlock | KeyedBlock]:
 def _updates(
     blocks: Iterable[ShardBlock | KeyedBlock], contributors: list[Contribution], push: PushInfo
 ) -> Iterator[tuple[ShardBlock | KeyedBlock, tuple[Any, Any, Hyper | None, PushInfo]]]:
-    """Those of the blocks that have gradients, with what `apply` and `prepare` are given."""
+    """Blocks that have gradients, with the arguments of `apply` and `prepare`."""
     for block in blocks:
         number = block.spec.block
         having = [each for each in contributors if number in each.gradients]

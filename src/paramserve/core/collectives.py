@@ -51,18 +51,18 @@ from paramserve.messages import AllReduce, AllReduced, Member, Missing, PassBy
 KEPT_MAX = 10_000
 """Collectives whose results are kept for ranks that are restarted or added."""
 KEPT_BYTES_MAX = 16 << 20
-"""Of these results and of who took part; the last one is kept, whatever its size."""
+"""Most bytes of kept results and who took part; the last one is kept, whatever its size."""
 CLIENT_BYTES = 128
-"""Of a set of clients, for each of them, at most."""
+"""Most bytes that a set of clients takes, for each of them."""
 BARRIER = "barrier"
 COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 RANK0 = "rank0"
 """The value of rank 0, which is waited for in every state but its end."""
 OPS = (BARRIER, RANK0, *COMBINE)
 DTYPES = ("float64", "float32", "int64")
-"""Of values as they travel; a mean is of floats."""
+"""Dtypes of values as they travel; a mean is of floats."""
 DIMENSIONS_MAX = 64
-"""As numpy has it."""
+"""Most dimensions of a value, the same as numpy's."""
 RANKS_SHOWN_MAX = 8
 """In an error."""
 
@@ -77,7 +77,7 @@ class At(NamedTuple):
 
 
 ABSENT = At(-1)
-"""Of a rank that took no part."""
+"""Place of a rank that took no part."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Open:
     """The collective that ranks wait in."""
 
     first: AllReduce
-    """Of the rank that came first: the others' calls have to be like it."""
+    """Call of the rank that arrived first: the others' calls have to be like it."""
     rank: int
     """Which rank that was."""
     joined: int
@@ -120,14 +120,14 @@ class _Ended(NamedTuple):
     number: int
     at: At
     clients: frozenset[int]
-    """Those whose values are in it; one object where the one before had the same."""
+    """Clients whose values are in it; one object where the one before had the same."""
     result: bytes
     dtype: str
-    """Of the result."""
+    """Dtype of the result."""
     what: str
     """What was called, as `_what` says it."""
     places: Mapping[int, At]
-    """Of ranks that were elsewhere than `at`, or `ABSENT`."""
+    """Places of ranks that were elsewhere than `at`, or `ABSENT`."""
     without: tuple[Member, ...] = ()
     """Ranks that took no part, since they were being restarted."""
     inner: bool = False
@@ -165,7 +165,7 @@ class EndedRecord(Struct, frozen=True):
     ticks: int = 0
     in_pass: bool = False
     elsewhere: dict[int, At] = {}
-    """As `_Ended.places`."""
+    """Places of ranks that were elsewhere; see `_Ended.places`."""
 
 
 class CollectivesRecord(Struct, frozen=True):
@@ -196,7 +196,7 @@ class Collectives:
         self._agreed: dict[int, _Ended] = {}
         """By loader over parts of the ranks' own: the first `KEPT_MAX`."""
         self.number = 0
-        """Of the last one that has ended."""
+        """Number of the last collective that has ended."""
         self._forgotten = ABSENT
         """The furthest place of a collective whose result is kept no longer; `ABSENT`: all are."""
         self._uneven = False
@@ -632,7 +632,7 @@ def _record(ended: _Ended, parts: int = 0) -> EndedRecord:
 
 
 def _restored(record: EndedRecord) -> _Ended:
-    """Of clients that do not come again."""
+    """Ended collective from its record; its clients have no session any more."""
     at = At(record.place, record.epoch, record.ticks)
     about = record.result, record.dtype, record.what, record.elsewhere
     return _Ended(

@@ -33,7 +33,7 @@ from paramserve.messages import Commit, Gradient, Prepare, ShardRequest, Step, V
 
 NONFINITE_FIX = "lower the learning rate, clip each worker's gradient, or use on_nonfinite='skip'"
 CLIP_EPSILON = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
+"""Epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
 class Contribution(Struct, eq=False):
@@ -243,7 +243,7 @@ def _ranks_of(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
 _CLIPPING = -1
 """Stands for the clipping where the number of a block would."""
 RANKS_SHOWN_MAX = 8
-"""Of those with one value, in an error."""
+"""Most ranks with one value that an error names."""
 
 
 def refusal_of(

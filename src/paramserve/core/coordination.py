@@ -78,7 +78,7 @@ WAITING_MAX = 4096
 LOST_RECORDS_MAX = 1 << 62
 """Counted, and some more: peers tell any number, and a status holds none above 64 bits."""
 STATUS_BYTES_MAX = 4 << 20
-"""Of the records in one status; a quarter of `header_bytes_max` if that is less."""
+"""Most bytes of the records in one status; a quarter of `header_bytes_max` if that is less."""
 
 
 class Called(NamedTuple):
@@ -160,7 +160,7 @@ class Party:
     client: int = 0
     rank: int = NO_RANK
     shard: int | None = None
-    """Of a server that has registered."""
+    """Shard of a server that has registered."""
     enlisted: int | None = None
     """Shard that was given out to a server which was started by itself."""
     logged: int = 0

@@ -157,7 +157,7 @@ class CutAgreement:
         self._at: CutAt | None = None
         """What this shard has told, while it stops."""
         self._done: CutDone | None = None
-        """Of the last cut that it has a part of."""
+        """Result of the last cut that this shard has a part of."""
         self._ended = 0
         """Cuts up to this number are over here: kept, or given up."""
         self._stopped_at = self._until = 0.0
@@ -171,18 +171,18 @@ class CutAgreement:
         self._requests: deque[CutRequest] = deque()
         self._retry_at = 0.0
         self._late: dict[tuple[int, int], int] = {}
-        """Of shard 0: by client and shard, its number there, where the longest attempt has waited
-        in vain for what other shards had of it, and nothing has come since."""
+        """Number on shard 0, by client and shard, where the longest attempt has waited in vain for
+        what other shards had of it, and nothing has arrived since."""
         self._unequal: tuple[int, Set[int]] = 0, frozenset()
         """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
         self._last_report: CutTaken | None = None
         """What became of the cut for the last checkpoint."""
         self.flush: Flush | None = None
-        """Of shard 0: what clients are asked to flush before a cut."""
+        """Flush that shard 0 asks of clients before a cut."""
         self._flushes: CutRequest | None = None
         """The cut that waits for it."""
         self._flush_number = 0
-        """Of the last one."""
+        """Number of the last flush."""
         self._ahead = False
         """Whether it has stopped behind a flush, and the cut has not begun."""
         self._number = 0
@@ -682,7 +682,7 @@ class CutAgreement:
         return part
 
     def hold(self, number: int, now: float) -> ShardCut:
-        """As `part`, which is kept then until `let_go`, however long that takes."""
+        """Cut this shard as `part` does, and keep the cut until `let_go`."""
         part = self.part(number, now)
         part.keep_until = inf
         return part

@@ -26,7 +26,7 @@ from paramserve.messages import VALUE, BlockSpec, CutAsk
 Array = npt.NDArray[Any]
 
 COPIED_PIECES = 8
-"""Of a field that was copied, pieces that are read at once: nothing waits for them."""
+"""Pieces of a copied field that are read at once: nothing waits for them."""
 
 
 class CutMemory:
@@ -70,9 +70,9 @@ class BlockCopy:
         self.counts = block.counts
         self._arrays = (block.value, *block.state) if whole else (block.value,)
         self.states = block.states
-        """Of its arrays behind the values, if it is whole."""
+        """Arrays of rule state, if the block is whole."""
         self._block: ShardBlock | None = block
-        """As long as the arrays are the block's own."""
+        """Block whose arrays these are; None once they were copied."""
         self._memory = memory
         self.pause_s = 0.0
         """How long it took to copy it."""

@@ -52,7 +52,7 @@ class DecisionLog:
     ) -> None:
         self.leads = shard == LEAD
         self.number = 0
-        """Of the last entry that was applied here."""
+        """Number of the last entry that was applied here."""
         self.deadline: float | None = None
         """On the lead: when `deadline_reached` is to be called."""
         self._shard = shard

@@ -38,9 +38,9 @@ DELTAS_MAX = 64
 """Deltas that are kept of one block; and no more than fit in the bytes of its reference, since a
 reader that lacks more gets that."""
 NOTHING = 0
-"""As the stream of a reader: it has none."""
+"""Number of the stream of a reader that has none."""
 WHOLE = -1
-"""As the number from which an answer goes on: the reference comes."""
+"""Number to go on from of an answer that carries the whole reference."""
 
 HEAD_BYTES = 24
 """Three int64: the stream; the number that the reader has before, or `WHOLE`; the one that it has
@@ -92,17 +92,17 @@ class DeltaStream:
         self._change = np.empty(0, np.float32)
         """Memory for the next delta, as it is and as it is decoded."""
         self._revision = 0
-        """Of the values, when the reference was last brought up to them."""
+        """Revision of the values when the reference was last brought up to them."""
         self._stream = NOTHING
         self._number = 0
         self._deltas = deque[Bytes]()
         """The last ones, encoded."""
         self._kept_bytes = 0
-        """Of these, as they lie in an answer."""
+        """Bytes of the kept deltas, as they lie in an answer."""
 
     @property
     def position(self) -> Position:
-        """Of the reference."""
+        """Stream and number of the reference."""
         return Position(self._stream, self._number)
 
     def reference(self, values: Floats, revision: int) -> Floats:

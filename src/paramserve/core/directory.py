@@ -39,11 +39,11 @@ NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 DIM_MAX = 1 << 16
 """Values in a row of a table."""
 TABLE_POLICY = policy_spec(Async())
-"""Of a table that was defined without one, where the cluster's is not for tables."""
+"""Policy of a table defined without one, where the cluster's is not for tables."""
 PIECES_MAX = 100_000
 """Tensors in one block."""
 DIMENSIONS_MAX = 64
-"""As numpy has it."""
+"""Most dimensions of a tensor, the same as numpy's."""
 ELEMENTS_MAX = 1 << 48
 """Elements in one block: more could not be encoded, whatever the memory."""
 LINKED_MAX = 4 * PIECES_MAX
@@ -70,9 +70,9 @@ class Entry:
     definer: int
     stage: Stage
     nth: int = -1
-    """As `PlaceBlock.nth`."""
+    """Place of the block in its group; see `PlaceBlock.nth`."""
     whole_tensors: bool = False
-    """As `PlaceBlock.whole_tensors`."""
+    """True: no tensor is cut between shards; see `PlaceBlock.whole_tensors`."""
     saved: bool = False
     """Whether it is of the checkpoint that the cluster goes on from."""
 
@@ -99,7 +99,7 @@ class Directory:
         self._entries: list[Entry] = []
         self._groups: dict[str, int] = {}
         self._policies: dict[str, ConsistencySpec | None] = {}
-        """Of each group that has a block: its own, or None for the cluster's."""
+        """Policy of each group that has a block: its own, or None for the cluster's."""
         self._by_name: dict[tuple[str, str], Entry] = {}
         self._loads = [0] * shards
         """Bytes of values on each shard."""

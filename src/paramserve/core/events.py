@@ -112,7 +112,7 @@ class Enter(Struct, frozen=True):
     rank: int
     client: int
     seq: int
-    """Of its request to join."""
+    """Sequence number of its request to join."""
     group: int
     clock: int
     """The one under way for it."""

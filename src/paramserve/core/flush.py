@@ -33,7 +33,7 @@ NO_GROUP = -1
 
 
 def feeding_back(sessions: Sessions) -> list[ShardSession]:
-    """Those of workers that may still step and have left something out of their gradients."""
+    """Sessions of workers that may still step and have left something out of their gradients."""
     own = sessions.workers.values()
     return [each for each in own if each.live and each.fenced_by is None and groups_left(each)]
 
@@ -72,7 +72,7 @@ class Flush:
         self.number = number
         self.until = until
         self.request = (number, NO_GROUP, 0)
-        """As `Done.flush`."""
+        """Flush as answers carry it; see `Done.flush`."""
         self._sessions = sessions
         self._groups = groups
         self._clocks_before: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Flush:
             self.request = self.number, NO_GROUP, 0
 
     def _clocks(self) -> dict[int, int]:
-        """Of the groups that collect and have something left out."""
+        """Clocks of the groups that collect and have something left out."""
         having = {group for each in feeding_back(self._sessions) for group in groups_left(each)}
         states = [self._groups[number].state for number in having & self._groups.keys()]
         return {state.id: state.committed for state in states if state.collects}

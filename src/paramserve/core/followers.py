@@ -35,7 +35,7 @@ class Joiner(NamedTuple):
 
     client: int
     seq: int
-    """Of the request by which it has joined."""
+    """Sequence number of the request by which it has joined."""
     entry: int
     others: tuple[int, ...]
     """The groups that follow."""

@@ -14,7 +14,7 @@ class JoinedBy(NamedTuple):
     client: int
     """That has joined; 0: the rank is a member from the beginning."""
     seq: int
-    """Of the client's request by which it has joined, the same on all shards."""
+    """Sequence number of the client's join request, the same on all shards."""
     clock: int
     """Where it began."""
 

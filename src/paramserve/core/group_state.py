@@ -26,14 +26,14 @@ from paramserve.messages import GroupReport, Member, Step
 Array = npt.NDArray[Any]
 
 TIMES_KEPT = 33
-"""Of late steps, for their median."""
+"""Most times of late steps that are kept, for their median."""
 MARKS_MAX = 4096
 """Clients whose marks are kept; the oldest go first."""
 
 
 @dataclass
 class Staleness:
-    """Of one rank's pushes."""
+    """Staleness of one rank's pushes."""
 
     pushes: int = 0
     total: int = 0

@@ -117,7 +117,7 @@ class SampleCounts:
 STEPS_MAX = 8
 """Steps' worth of samples in one lease: few, so that little is lost with a worker."""
 FIRST_STEPS_MAX = 2
-"""As long as a worker's speed is unknown."""
+"""Most first steps of a lease while a worker's speed is unknown."""
 LOADERS_MAX = 256
 """Names of loaders in one cluster."""
 TURNS_MAX = 64
@@ -214,7 +214,7 @@ class Past:
         self.turns: defaultdict[_Loader, dict[int, Leases]] = defaultdict(dict)
         """That have ended, by loader."""
         self.tallies: dict[_Loader, SampleCounts] = {}
-        """As they were when it began; that of a later loader was empty."""
+        """Sample counts when the checkpoint began; those of a later loader were empty."""
 
 
 def _samples(span: Span) -> int:
@@ -599,7 +599,7 @@ class LeaseBook:
     def __init__(self) -> None:
         self._loaders: dict[str, _Loader] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
-        """Of loaders without leases: the rank that made one first, and its dataset's length."""
+        """First rank and dataset length of each loader without leases."""
         self._next = 1
         self._past = Past()
         self._saved: frozenset[str] = frozenset()

@@ -57,7 +57,7 @@ class Membership:
         self._awaited_from_first = set(range(workers))
         """Ranks that the others wait for from the beginning, as long as they have not ended."""
         self.number = 1
-        """Of the membership: grows with every change."""
+        """Number of the membership: grows with every change."""
         self.members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
         self.servers: dict[int, ServerEntry] = {}
         self._last_beats: dict[int, float] = {}
@@ -74,8 +74,8 @@ class Membership:
         self._next_client = 1
 
     def go_on_from(self, record: MembershipRecord) -> None:
-        """As if every rank had ended when this was saved: each is expected again, for its next
-        incarnation, and so is one that is new."""
+        """Restore the membership as if every rank had ended when it was saved: each is expected
+        again, for its next incarnation, and so is a new one."""
         self.number = record.number + 1
         self._next_client = record.next_client
         self.workers_before = record.workers
@@ -163,7 +163,7 @@ class Membership:
         self.number += 1
 
     def addresses(self) -> tuple[tuple[str, ...], ...]:
-        """Of each shard's server, in shard order; the cluster must be complete."""
+        """Addresses of each shard's server, in shard order; the cluster must be complete."""
         return tuple(self.servers[shard].addresses for shard in range(self.expected_servers))
 
     def join(self, call: Join, now: float) -> tuple[int, int]:

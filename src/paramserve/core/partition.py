@@ -149,7 +149,7 @@ class Block:
 
     @cached_property
     def shown(self) -> np.dtype[Any]:
-        """The same as users see it: float16 as such. Of bfloat16, which numpy has not, the bits."""
+        """Dtype as users see it: float16 as such. Of bfloat16, which numpy has not, the bits."""
         return np.dtype(np.float16) if self.spec.half == "float16" else self.dtype
 
     @cached_property
@@ -215,12 +215,12 @@ class Block:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of a gradient, or of values that a step reads."""
+        """Bytes of a gradient, or of values that a step reads."""
         return self.size * self.dtype.itemsize
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Of its values on all servers."""
+        """Bytes of the block's values on all servers."""
         return self.size * self.kept.itemsize
 
     def range(self, shard: int) -> tuple[int, int]:

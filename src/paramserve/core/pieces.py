@@ -38,7 +38,7 @@ class _Choice:
                 self.ranges += ((start, stop),)
         self.runs: list[Run] = []
         self.number = -1
-        """Of the updates, up to which `runs` counts."""
+        """Number of the updates up to which `runs` counts."""
 
 
 class Pieces:

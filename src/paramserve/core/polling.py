@@ -19,14 +19,14 @@ from __future__ import annotations
 SMALL_STEP_S = 100e-6
 """What a small step takes while neither side sleeps."""
 SMALL_STEP_TCP_S = 250e-6
-"""The same over TCP."""
+"""Seconds of a small step over TCP while neither side sleeps."""
 PROBE_EVERY = 32
-"""Of the waits that sleep at once, one in so many polls all the same: no state is final."""
+"""Waits that sleep at once, per one that polls all the same: no state is final."""
 CROWDED, CROWDED_MAX = 32, 4096
 """Waits that sleep at once after one that gave up its core and got it back late: a process that
 sleeps gets a core sooner. Twice as many after each further one."""
 NEWEST_SHARE = 0.125
-"""Of the newest wait in the estimate."""
+"""Weight of the newest wait in the estimate."""
 LONG_WAIT = 4.0
 """A wait counts as at most so many limits: a single long one is soon forgotten."""
 SHARED_S = 10e-6

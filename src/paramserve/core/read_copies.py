@@ -14,10 +14,10 @@ from paramserve.core.block import ShardBlock
 Array = npt.NDArray[Any]
 
 READS_MAX = 10
-"""Of one worker. Its next gradient comes from the newest read that was answered; with `overlap`
-one more is on its way, as many reads by themselves as steps may be, and after a lost connection
-each is read again, at a version of its own. Of older reads, as of one who only looks, none is
-needed."""
+"""Most reads that are kept of one worker. Its next gradient comes from the newest read that was
+answered; with `overlap` one more is on its way, as many reads by themselves as steps may be, and
+after a lost connection each is read again, at a version of its own. Older reads, and those of a
+client that only looks, are not needed."""
 
 
 class Reads:
@@ -34,7 +34,7 @@ class Reads:
 
     @property
     def nbytes(self) -> int:
-        """Of all copies."""
+        """Bytes of all copies."""
         arrays = [copies for each in self.by_rank.values() for _, copies in each]
         return sum(array.nbytes for copies in (*arrays, *self._spare) for array in copies.values())
 

@@ -347,7 +347,7 @@ def refusal(seq: int, error: ParamServeError) -> Refused:
 
 
 def refusal_of(message: ShardRequest, error: ParamServeError) -> Refused:
-    """The same for a request, which may be a read."""
+    """Refusal of a request, which may be a read, with its error."""
     if type(message) is Read:
         return NotRead(message.seq, type(error).__name__, error.failed, error.applied, error.fix)
     return refusal(message.seq, error)

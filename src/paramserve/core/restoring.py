@@ -107,7 +107,7 @@ class SavedShard(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the cut."""
+        """Number of the cut."""
 
     @property
     def groups(self) -> tuple[GroupRecord, ...]: ...

@@ -6,7 +6,7 @@ from paramserve.errors import Overloaded
 from paramserve.messages import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved, SavedAt, Step
 
 KEPT = 2
-"""Of each rank: the last step that told some may be one that the next incarnation takes again."""
+"""Steps kept of each rank: the last reported one may be repeated by the next incarnation."""
 
 
 class SavedStates:

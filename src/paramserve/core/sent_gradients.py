@@ -13,12 +13,11 @@ BYTES_MAX = (1 << 63) - 1
 
 
 Bytes = tuple[int, int, int, int]
-"""Of gradients as sent and as they were, of values as they came and as they are."""
+"""Bytes of gradients as sent and plain, of values as they arrived and plain."""
 
 
 class _Report(NamedTuple):
-    """Of one rank and group: by which client, what that told last, and what the rank's clients
-    before it told."""
+    """Report of one rank and group: its client, the last figures, and those of clients before."""
 
     client: int
     last: SentGradients

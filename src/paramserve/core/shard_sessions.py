@@ -56,7 +56,7 @@ class ClientHere(Struct, frozen=True):
     again: bool = False
     """It has been connected before: a session that is forgotten must not begin anew."""
     requests: int = 0
-    """As `Hello` says; 0: as `window`."""
+    """Requests that the client's `Hello` allows; 0: as many as `window`."""
 
 
 class Request(Struct, frozen=True):
@@ -67,7 +67,7 @@ class Request(Struct, frozen=True):
 
 
 class ReadRequest(Struct, frozen=True):
-    """The same of a read."""
+    """A read and the memory that it speaks of, by arena number; 0 is the payload."""
 
     message: Read
     memory: Memory
@@ -330,7 +330,7 @@ class Sessions:
         self.first = range(workers)
         """Ranks that the cluster was started with."""
         self.members_number = 0
-        """Of the membership that the coordinator told last."""
+        """Number of the membership that the coordinator reported last."""
         self.retiring: frozenset[int] = frozenset()
         self.closed: dict[int, int] = {}
         """By client that has ended with something unanswered: its last number that has had its

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 
 def shares(speeds: Sequence[float]) -> list[float]:
-    """Of the work, by speed; a speed of 0 is unknown and counts as the mean of the others."""
+    """Shares of the work, by speed; 0 is unknown and counts as the mean of the others."""
     positive = [speed for speed in speeds if speed]
     mean = sum(positive) / len(positive) if positive else 1.0
     weights = [speed or mean for speed in speeds]

@@ -32,7 +32,7 @@ NONE_PREPARED: Mapping[int, Keep] = MappingProxyType({})
 LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in (np.float32, np.float64)}
 """Numbers by dtype."""
 SUM_SHARE = 2.0**-20
-"""Of the largest number: a million gradients with elements below it have a finite sum."""
+"""Share of the largest number below which the elements of a million gradients have a finite sum."""
 WEIGHT_MIN, WEIGHT_MAX = 2.0**-60, 2.0**60
 """Weights in between, their sums and what these are divided by are numbers of each dtype."""
 
@@ -60,7 +60,7 @@ def reduced(
     block: ShardBlock | KeyedBlock,
     scale: float,
 ) -> tuple[Any, tuple[int, ...] | None, float]:
-    """As `total`, and what is left to multiply the sum by: `scale`.
+    """Sum of contributions as `total` makes it, and the factor still to apply: `scale` or 1.
 
     Where the sum itself overflows, each gradient is multiplied by `scale` before it is added, and
     1 is left: a mean is finite where its gradients are. The caller checks whether the result is.
@@ -136,7 +136,7 @@ class Sum:
     active: set[int] | None = field(default_factory=set)
     """Pieces that have a gradient; None: all."""
     hyper: Hyper | None = None
-    """Of the last gradient."""
+    """Hyper-parameters of the last gradient."""
     count: int = 0
     """Gradients in it; 0: the array may hold anything."""
     shared: bool = False
@@ -167,11 +167,11 @@ class Sum:
         return Sum(self.array.copy(), active, self.hyper, self.count)
 
     def pieces(self) -> tuple[int, ...] | None:
-        """As a push names them."""
+        """Numbers of the pieces, as a push names them."""
         return None if self.active is None else tuple(sorted(self.active))
 
     def share(self) -> Sum:
-        """As it is now; neither changes with the other."""
+        """Copy of the sum as it is now; neither changes with the other."""
         self.shared = True
         active = None if self.active is None else set(self.active)
         return Sum(self.array, active, self.hyper, self.count, shared=True)
@@ -185,7 +185,7 @@ class RowSum:
     pushes: list[tuple[float, Gradient, RowGradient]] = field(default_factory=list)
     """Weight and a copy of each: what was pushed lies in the worker's own memory."""
     hyper: Hyper | None = None
-    """Of the last gradient."""
+    """Hyper-parameters of the last gradient."""
     count: int = 0
     """Gradients in it; 0: those that are kept are over."""
 
@@ -207,11 +207,11 @@ class RowSum:
         return RowSum(self.block, [*self.pushes], self.hyper, self.count)
 
     def share(self) -> RowSum:
-        """As `Sum.share`."""
+        """Copy of the sum as it is now; see `Sum.share`."""
         return self.copy()
 
     def pieces(self) -> None:
-        """As a push names them."""
+        """None: a push of rows names no pieces."""
 
 
 @dataclass(eq=False)

@@ -178,7 +178,7 @@ class Engine(Protocol):
 
     @property
     def threads_per_worker(self) -> int | None:
-        """Of numpy, torch and numba in each worker of a run; None: what fits their number."""
+        """Threads of numpy, torch and numba in each worker; None: what fits their number."""
         ...
 
     @property

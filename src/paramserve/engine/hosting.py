@@ -62,7 +62,7 @@ def silence_stops() -> None:
 
 
 class _ThreadStopping(Stopping):
-    """As `Stopping`, for an entry that runs in a thread."""
+    """Stop request for an entry that runs in a thread; see `Stopping`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Host:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter does it for a whole process."""
+    """Exit code of a `SystemExit`, as the interpreter computes it for a whole process."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):

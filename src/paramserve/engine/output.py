@@ -35,8 +35,8 @@ REDRAWN_S = 5.0
 WRITE_BYTES = 1 << 12
 """A pipe that is ready takes this much without blocking: POSIX's PIPE_BUF on Linux."""
 READS_AT_END = 32
-"""Of `READ_BYTES` of each stream, at the close: more than a pipe holds, and no more, since what a
-process has left behind may write on."""
+"""Reads of `READ_BYTES` of each stream at the close: more than a pipe holds, and no more, since a
+process left behind may write on."""
 READER_S = 300.0
 """How long `close` waits for a terminal or pipe whose reader takes nothing, as a pager does that
 stands still. While it takes something, and before the close, there is no limit."""
@@ -50,7 +50,7 @@ class Lines:
     def __init__(self, label: str) -> None:
         self._label = label.encode()
         self._rest = b""
-        """Of a line that has not ended."""
+        """Bytes of a line that has not ended."""
         self._began = 0.0
         """When it did."""
         self._shown_at = -math.inf

@@ -17,9 +17,9 @@ Servers: TypeAlias = Literal["pack", "spread"]
 Workers: TypeAlias = Literal["beside", "apart", "anywhere"]
 
 LEAST_CPU = 0.001
-"""Of a bundle whose roles need nothing: Ray wants a bundle to have something."""
+"""Cores of a bundle whose roles need nothing: Ray wants a bundle to have something."""
 SHARE_STEP = 0.05
-"""Of the cores that are proposed for a process."""
+"""Step of the share of a core that an error proposes for each process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """Of each resource, as Ray names them; what is not needed is not in it."""
+        """Amount of each resource, as Ray names them; what is not needed is not in it."""
         named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: float(amount) for name, amount in named.items() if amount}
 

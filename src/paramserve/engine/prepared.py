@@ -75,7 +75,7 @@ class Collect(msgspec.Struct, tag="collect"):
 
 
 class Answer(msgspec.Struct):
-    """Of either: a pid or an exit status; a reason if it could not be done."""
+    """Answer to a request: a pid or an exit status; a reason if it could not be done."""
 
     number: int
     failed: str = ""
@@ -116,7 +116,7 @@ def inherited(fd: int) -> int | None:
 
 
 def above_standard(fd: int) -> int:
-    """The same file by a descriptor that no standard stream of a child takes the place of."""
+    """Duplicate of a descriptor that no standard stream of a child takes the place of."""
     if fd > STDERR:
         return fd
     try:

@@ -6,15 +6,15 @@ import reprlib
 from typing import Any
 
 ITEMS_MAX = 8
-"""Of each list, tuple, set and dict."""
+"""Most items shown of each list, tuple, set and dict."""
 TEXT_MAX = 60
 """Characters of each string, and of what is none of these."""
 LEVELS_MAX = 4
-"""Of containers in containers."""
+"""Most levels shown of containers in containers."""
 
 
 class _Abbreviation(reprlib.Repr):
-    """As `reprlib`, and of arrays, tensors and tables their shape."""
+    """Abbreviate as `reprlib`, and show arrays, tensors and tables by their shape."""
 
     def __init__(self) -> None:
         super().__init__()

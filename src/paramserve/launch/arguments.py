@@ -18,7 +18,7 @@ from paramserve.launch.abbreviation import abbreviated
 from paramserve.launch.roster import Restart
 
 SEED_BITS = 63
-"""Of the seed of a run that was given none."""
+"""Bits of the seed drawn for a run without one."""
 
 
 def check_arguments(args: object, kwargs: object) -> tuple[Sequence[Any], Mapping[str, Any]]:

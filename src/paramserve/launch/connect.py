@@ -88,7 +88,7 @@ class Handle:
         self._reader: Reader | None = None
         self._overview: Overview | None = None
         self._watching: list[Client] = []
-        """Of iterators over snapshots."""
+        """Clients of iterators over snapshots."""
         self._closed = 0
         """How often it was."""
         self._since = time.monotonic()

@@ -43,7 +43,7 @@ COMPLAINTS = frozenset({"ServerGone", "CoordinatorGone", "ClientClosed", "Connec
 _LASTING = (DefineMismatch, CollectiveMismatch, UnknownRule, UnknownCodec)
 """Refusals that the same function would meet again."""
 _OF_ARGUMENTS = ("ValueError", "TypeError")
-"""Of these, ours say that nothing was applied and what to correct."""
+"""Error classes of arguments; ours say that nothing was applied and what to correct."""
 
 
 class Key(NamedTuple):
@@ -80,7 +80,7 @@ class Entry:
     stopped: bool = False
     """It is a worker that was told to end, because the run ends before it is done."""
     incarnation: int = 0
-    """Of a worker, as the cluster counts; 0 before it is ready."""
+    """Incarnation of a worker, as the cluster counts; 0 before it is ready."""
     restarts: int = 0
     """How often it was started anew."""
     resumed: bytes | None = None

@@ -211,7 +211,7 @@ class _Labels:
         self._values = np.concatenate(values)
 
     def of(self, keys: npt.NDArray[np.int64]) -> list[str]:
-        """Of each key; empty where none is known."""
+        """Label of each key; empty where none is known."""
         at = np.searchsorted(self._keys, keys)
         hits = np.flatnonzero(at < self._keys.size)
         hits = hits[self._keys[at[hits]] == keys[hits]]

@@ -46,7 +46,7 @@ PAUSE_S = 0.5
 NO_RECORDS = 1 << 62
 """Asks for what comes after all records."""
 CONNECT_AGAIN_S = 0.25
-"""The same for a line that broke."""
+"""Seconds for one attempt to connect after an error."""
 AGAIN_S = 1.0
 """Between a line that broke and the next attempt."""
 RECORDS_S = 10.0
@@ -122,7 +122,7 @@ class Overview:
         """Records that were not kept until they were asked for, or are not kept here."""
         self._dropped = 0
         self._answers: dict[int, Ok | Failed | None] = {}
-        """Of calls whose answer is wanted; None: it has not come."""
+        """Answer of each call that waits for one; None: it has not arrived."""
         self._unconfirmed: dict[int, MarkDead] = {}
         """Ends of workers that the coordinator may not know of yet."""
 
@@ -145,17 +145,17 @@ class Overview:
 
     @property
     def sent(self) -> tuple[tuple[int, SentGradients], ...]:
-        """Of each rank, what it told of gradients that it sent encoded."""
+        """Gradients that each rank has reported as sent encoded."""
         return self.status.sent if self.status is not None else ()
 
     @property
     def speeds(self) -> tuple[tuple[int, OwnSpeed], ...]:
-        """Of each rank that lives and scales its own steps, how fast it makes them."""
+        """Speed of each live rank that scales its own steps."""
         return self.status.speeds if self.status is not None else ()
 
     @property
     def usage(self) -> tuple[tuple[int, WorkerUsage], ...]:
-        """Of each rank that lives, what it told of its time and memory."""
+        """Time and memory that each live rank has reported."""
         return self.status.usage if self.status is not None else ()
 
     def tick(self, now: float) -> None:

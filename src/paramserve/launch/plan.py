@@ -28,10 +28,10 @@ from paramserve.launch.entries import COORDINATOR, Key
 from paramserve.launch.roster import OnWorkerDeath, Restart
 
 SOCKET_PATH_BYTES_MAX = 107
-"""Of the address of a Unix socket. Source: unix(7), sun_path."""
+"""Most bytes of the address of a Unix socket. Source: unix(7), sun_path."""
 SOCKET_NAME_BYTES_MAX = len("/s99999.sock")
 KERNELS = "kernels"
-"""Of compiled kernels, within a run's folder."""
+"""Folder of compiled kernels, within a run's folder."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -73,14 +73,14 @@ class Plan:
     checkpoints: CheckpointPlan = field(default_factory=CheckpointPlan)
 
     def again(self, workers: int, checkpoints: CheckpointPlan) -> Plan:
-        """The same for processes that go on from a checkpoint: another cluster, so that none of the
-        old one's peers is taken for one of theirs."""
+        """Plan for processes that resume from a checkpoint: another cluster, so that peers of the
+        old one are refused."""
         cluster = secrets.token_bytes(CLUSTER_BYTES)
         return replace(self, workers=workers, cluster=cluster, checkpoints=checkpoints)
 
     @property
     def own_deadlines(self) -> Deadlines:
-        """Those of its processes: servers that read a checkpoint first are up later."""
+        """Deadlines of the plan's processes: servers that read a checkpoint first start later."""
         start_s = self.deadlines.start_s + self.checkpoints.restore_s
         return structs.replace(self.deadlines, start_s=start_s)
 

@@ -393,7 +393,7 @@ def as_model_has(values: npt.NDArray[Any], dtype: str | None) -> npt.NDArray[Any
 
 
 def _select(values: State, blocks: Iterable[Block]) -> State:
-    """Those of some values that these blocks have."""
+    """Subset of some values that these blocks have."""
     dtypes = {p.name: block.spec.dtypes.get(p.name) for block in blocks for p in block.pieces}
     return {
         name: as_model_has(values[name], dtype) for name, dtype in dtypes.items() if name in values

@@ -314,7 +314,7 @@ def unpickled(extra_states: Mapping[str, bytes], group: str) -> dict[str, Any]:
 
 
 def _restarts(supervisor: Supervisor) -> list[Restarted]:
-    """Of each restart, how the worker had ended and where its successor went on."""
+    """How each restarted worker had ended and where its successor went on."""
     restarts = []
     for number, entry in enumerate(supervisor.restarts):
         later = [each for each in supervisor.restarts[number + 1 :] if each.key == entry.key]

@@ -185,7 +185,7 @@ class Roster:
         return [e for e in self.entries.values() if e.launched and e.status is None]
 
     def worker_states(self) -> dict[int, str]:
-        """Of each rank: "starting", "running", "returned", "stopped", "dead", "retiring" or
+        """State of each rank: "starting", "running", "returned", "stopped", "dead", "retiring" or
         "retired"."""
         return {entry.key.number: entry.state for entry in self.workers()}
 

@@ -137,9 +137,9 @@ class Settings:
     timeout_s: float
     """For `until_done`; 0: without end."""
     recovery: Recovery | None
-    """Of the first server: its checkpoints."""
+    """Recovery of the first server: its checkpoints."""
     feed: Feed
-    """Of the first server: its reporters."""
+    """Feed of the first server: its reporters."""
     limits: Limits
     deadlines: Deadlines
 

@@ -65,7 +65,7 @@ NOTHING_KEPT = (
 )
 
 RUN_BITS = 32
-"""Of the number by which notes of a run are told from those of the run before."""
+"""Bits of the number that tells notes of a run from those of the run before."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ logger = logging.getLogger("paramserve")
 TICK_S = 0.1
 """How often the thread looks up while nothing happens."""
 QUICK_TICK_S = 0.005
-"""The same while it waits for something that is no event of a process."""
+"""Seconds between two looks while it waits for something that is no event of a process."""
 LAST_STATUS_S = 0.5
 LAST_BEATS_S = 0.1
 """The same for a coordinator that lives, whose servers do not."""
@@ -257,7 +257,7 @@ class Supervisor:
         return attempt is not self.attempt
 
     def scale(self, workers: int) -> None:
-        """As `Scaling.scale`, once the servers are there. Raises what that raises."""
+        """Change the number of workers once the servers are up. Raises as `Scaling.scale`."""
         self.attempt.scaling.require_open(workers)
         self._serving().scaling.scale(workers)
 

@@ -18,7 +18,7 @@ from paramserve.launch.reading import is_extra, table_file
 from paramserve.launch.result import Result
 
 STATE_BYTES_MAX = (1 << 32) - (1 << 20)
-"""Of values that a worker is started with. Source: the msgpack specification, bin 32."""
+"""Most bytes of values that a worker is started with. Source: the msgpack specification, bin 32."""
 
 TABLES_SUFFIX = ".parquet"
 HASHED = re.compile(r"-[0-9a-f]{32}\.parquet$")

@@ -107,7 +107,7 @@ class GroupReport(Struct, frozen=True, array_like=True):
     policy: str = ""
     """Name of the policy that holds for its slowest worker."""
     changes: tuple[GroupPolicy, ...] = ()
-    """Of it, the oldest first; the last one's clock may be still to come."""
+    """Policy changes of the group, the oldest first; the last one's clock may be still to come."""
     collects: bool = False
     """Whether gradients wait for the decision of their clock at present."""
     dropped: tuple[tuple[int, int], ...] = ()

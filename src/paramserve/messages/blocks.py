@@ -56,7 +56,7 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     pieces: tuple[Piece, ...]
     cuts: tuple[int, ...]
     consistency: ConsistencySpec | None = None
-    """Of the group, which the first block of it decides; None: the cluster's."""
+    """Policy of the group, which its first block decides; None: the cluster's."""
     table: TableSpec | None = None
     """The only block of its group; one piece, the table's name and [dim]; no cuts."""
     aliases: dict[str, str] = {}
@@ -64,11 +64,11 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     push: CodecSpec | None = None
     """How gradients of it are encoded between hosts; None: they are not."""
     pull: CodecSpec | None = None
-    """The same of values that a step reads."""
+    """Codec of the values that a step reads."""
     half: str | None = None
-    """Of 16-bit models, "bfloat16" or "float16": in which gradients, and values that a step reads,
-    lie in clients' memory and travel. Values and state are kept in `dtype`, float32. None: in
-    `dtype`, too."""
+    """Dtype of 16-bit models, "bfloat16" or "float16", in which gradients, and values that a step
+    reads, lie in clients' memory and travel. Values and state are kept in `dtype`, float32. None:
+    in `dtype`, too."""
     links: tuple[Link, ...] = ()
     """What its definer knew of tensors that several groups have in their models; they may be any
     groups. Of two for one name, the one in the later block counts."""

@@ -45,11 +45,11 @@ class Enlisted(Struct, frozen=True, array_like=True, tag="enlisted"):
     workers: int
     consistency: ConsistencySpec
     cluster: bytes = b""
-    """As `Hello.cluster`."""
+    """Random number of the cluster; see `Hello.cluster`."""
     heartbeat_s: float = 0.0
     """How often the cluster expects a heartbeat at least; 0: it does not say."""
     checkpoints: CheckpointPlan = CheckpointPlan()
-    """Of the cluster."""
+    """Checkpoints of the cluster."""
 
 
 class Join(Struct, frozen=True, array_like=True, tag="join"):
@@ -74,7 +74,7 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Addresses of each shard's server, in shard order."""
     consistency: ConsistencySpec
     cluster: bytes = b""
-    """As `Hello.cluster`."""
+    """Random number of the cluster; see `Hello.cluster`."""
     late: bool = False
     """Whether the others may be under way: the cluster was started without this rank, or it is not
     the rank's first incarnation."""
@@ -82,7 +82,7 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     """Whether another incarnation may go on: a worker that dies is waited for, or checkpoints are
     written."""
     heartbeat_s: float = 0.0
-    """As `Enlisted.heartbeat_s`."""
+    """Seconds between two beats; see `Enlisted.heartbeat_s`."""
     returned: bool = False
     """Whether the rank had ended for good, so that the others went on without it."""
     first: int = 0
@@ -180,9 +180,9 @@ class Record(Struct, frozen=True, array_like=True):
 
 
 class SentGradients(Struct, frozen=True, array_like=True):
-    """Of a group's gradients, those that a client has sent encoded: their bytes as sent and as they
-    were, and the L2 norm of what is left out of them by now. Of its values, those that the client
-    has read encoded: their bytes as they came and as they are."""
+    """Bytes of a group's gradients and values that a client has sent or read encoded. Gradients: as
+    sent and plain, and the L2 norm of what is left out of them by now. Values: as they arrived and
+    plain."""
 
     group: str
     sent_bytes: int
@@ -409,7 +409,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     dropped_records: int = 0
     """How many of the first ones are not kept any more."""
     leases: tuple[LeaseReport, ...] = ()
-    """Of the loaders whose samples are shared by lease."""
+    """Reports of the loaders whose samples are shared by lease."""
     end_record: int = 0
     """How many there have been; beyond `next_record`, there are more to ask for."""
     lost_records: int = 0

@@ -143,7 +143,7 @@ class Step(Struct, array_like=True, tag="step"):
 
 
 NOTE_BYTES_MAX = 64 * 1024
-"""Of a step's note: a message to a reader has those of all ranks."""
+"""Most bytes of a step's note: a message to a reader has those of all ranks."""
 
 
 class JoinGroup(Struct, frozen=True, array_like=True, tag="join-group"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 SAVED_BYTES_MAX = 8 << 20
-"""Of what one worker has saved: a header has it."""
+"""Most bytes that one worker has saved: a header carries them."""
 SAVED_NAMES_MAX = 64
 """Under which one worker saves."""
 

@@ -21,7 +21,7 @@ def as_table(address: str, status: Status, width: int) -> RenderableType:
 
 
 def as_text(address: str, status: Status) -> str:
-    """The same for a file or another program: plain columns, as wide as what they hold."""
+    """Status in plain columns, for a file or another program, as wide as what they hold."""
     lines = _head(address, status)
     for part in _parts(status):
         lines += ["", part.title, *part.as_lines()]

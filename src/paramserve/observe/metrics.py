@@ -92,7 +92,7 @@ LOGGED = _gauge("logged", "The last value that a worker logged under a name.")
 FAMILIES = tuple(each for each in list(globals().values()) if isinstance(each, Family))
 """All of them, in the order in which they are told."""
 STATES = ("starting", "running", "returned", "dead", "stopped", "retiring", "retired")
-"""Of workers."""
+"""States of workers, in the order of the metrics."""
 
 
 def samples(status: RunStatus) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ from paramserve.observe.view import in_notebook
 Curves = Mapping[int, tuple[Sequence[int], Sequence[float]]]
 """By rank: clocks, and a value for each."""
 WIDTH_IN, HEIGHT_IN = 7.0, 2.2
-"""Of one plot, in inches."""
+"""Size of one plot, in inches."""
 
 
 def figure_of(

@@ -25,13 +25,13 @@ from paramserve.observe.status import GroupStatus, WorkerLoad
 
 FORMAT = 1
 POINTS_MAX = 2_000
-"""Of one curve: more than a screen has columns."""
+"""Most points of one curve: more than a screen has columns."""
 POINTS_ALL_MAX = 50_000
-"""Of all curves of a page, at most some 35 bytes each: 2 MB."""
+"""Most points of all curves of a page, at most some 35 bytes each: 2 MB."""
 CURVES_MAX = 2_000
-"""Of one run; the next ones are left out, and counted."""
+"""Most curves of one run; the next ones are left out, and counted."""
 BINS_MAX = 32
-"""Of one histogram of staleness."""
+"""Most bins of one histogram of staleness."""
 EVENTS_MAX = 2_000
 TEXT_MAX = 300
 """Characters of one name, or of what is told of one event."""
@@ -306,7 +306,7 @@ def _summary(group: str, rank: int, records: Sequence[StepRecord], width: int) -
 
 
 def thinned(report: RunReport, points_max: int) -> RunReport:
-    """The same with at most so many points in all its curves together, and two of each at least."""
+    """Report with at most so many points in all its curves together, and two of each at least."""
     buckets = max(points_max // max(len(report.curves), 1) // 2, 1)
     curves = []
     for each in report.curves:
@@ -335,7 +335,7 @@ def page(reports: Mapping[str, RunReport]) -> str:
 
 
 def to_json(report: RunReport) -> bytes:
-    """As `report.json` holds it; numbers that are not finite are null."""
+    """Report as `report.json` holds it; numbers that are not finite are null."""
     return msgspec.json.encode(thinned(report, POINTS_ALL_MAX))
 
 

@@ -145,22 +145,22 @@ class GroupStatus:
 
     @property
     def sent_bytes(self) -> int:
-        """Of the gradients of all workers that a codec has encoded, as they were sent."""
+        """Bytes, as sent, of all workers' gradients that a codec has encoded."""
         return sum(each.sent_bytes for each in self.sent_by_rank.values())
 
     @property
     def plain_bytes(self) -> int:
-        """Of the same gradients, as they were."""
+        """Bytes of all workers' encoded gradients before they were encoded."""
         return sum(each.plain_bytes for each in self.sent_by_rank.values())
 
     @property
     def read_bytes(self) -> int:
-        """Of the values that all workers have read encoded, as they came."""
+        """Bytes, as they arrived, of the values that all workers have read encoded."""
         return sum(each.read_bytes for each in self.sent_by_rank.values())
 
     @property
     def read_plain_bytes(self) -> int:
-        """Of the same values, as they are."""
+        """Bytes of the values that all workers have read encoded, once decoded."""
         return sum(each.read_plain_bytes for each in self.sent_by_rank.values())
 
     @property

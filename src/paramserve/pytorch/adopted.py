@@ -117,8 +117,8 @@ class Adopted(ABC, Generic[B]):
         self.history = History()
         """What became of its steps."""
         self._sent: list[Ticket] = []
-        """Of steps whose answers are not in the model yet, oldest first. What an interrupt or a
-        timeout has left here is forgotten with the next step: its slots go back then."""
+        """Tickets of steps whose answers are not in the model yet, oldest first. What an interrupt
+        or a timeout has left here is forgotten with the next step: its slots go back then."""
         self._skipped = 0
         """Steps in a row that were not applied, up to the last."""
         self._clocked = settings.name
@@ -702,7 +702,7 @@ class Adopted(ABC, Generic[B]):
         self._sent += [ticket]
 
     def _numbered_rows(self, ticket: Ticket) -> None:
-        """As `_numbered`, of a step that has what the tables have collected."""
+        """Number the rows of a step that has what the tables have collected; see `_numbered`."""
         self.tables.drop()
         self._sent += [ticket]
 
@@ -764,7 +764,7 @@ class Adopted(ABC, Generic[B]):
             part.scatter(outcome.values[part.block.id])
 
     def _weight(self) -> float:
-        """Of this step; asked before the client's step, which ends what the loader has counted."""
+        """Weight of this step; asked before the client's step, which ends the loader's count."""
         return self._settings.weight_now(self._worker.leases.step_samples)
 
     def _begin_again(self) -> None:

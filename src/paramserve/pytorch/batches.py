@@ -239,7 +239,7 @@ def loop_progress(worker: Host) -> LoopProgress:
 def ahead(
     batches: Iterable[T], client: Client, keys_of: KeysOf, batch_of: Callable[[T], Any]
 ) -> Generator[T, None, None]:
-    """The same batches; each comes when the rows of the one behind it have been asked for.
+    """Yield batches, each when the rows of the one behind it have been asked for.
 
     All rows of a batch are asked for in one message to each shard, before the present batch is
     pushed: they are one step older, and not even this worker's last push is in them. Those that

@@ -49,11 +49,11 @@ class Layout(NamedTuple):
     push: Codec | None = None
     """How its gradients are encoded between hosts."""
     pull: Codec | None = None
-    """The same of its values."""
+    """Codec of the layout's values."""
 
     @property
     def half(self) -> str | None:
-        """As `BlockSpec.half`."""
+        """Dtype of 16-bit values; see `BlockSpec.half`."""
         return HALVES.get(self.dtype)
 
     @property
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """The same in numpy's words."""
+        """Dtype in numpy's words."""
         return torch.empty(0, dtype=self.kept_dtype, device="cpu").numpy().dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,7 +83,7 @@ class Layout(NamedTuple):
         return {name: value.numpy() for name, value in values.items()}
 
     def only(self, names: Sequence[str]) -> Layout:
-        """The same of some of its tensors, in this order."""
+        """Layout of some of its tensors, in this order."""
         by_name = dict(zip(self.names, self.params, strict=True))
         return self._replace(names=tuple(names), params=tuple(by_name[each] for each in names))
 

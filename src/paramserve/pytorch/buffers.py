@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
     block: Block
     dtype: torch.dtype
     sources: Sequence[Slot | None]
-    """Of each piece; None: this model has it not."""
+    """Slot of each piece; None: this model has it not."""
     often: bool
 
     def present(self) -> list[Slot]:

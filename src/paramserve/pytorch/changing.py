@@ -71,7 +71,7 @@ class Changing:
             for slot, _ in chosen
             if slot.name in buffers and (slot.raw in lasting or slot.name in lasting)
         ]
-        """Those that a state dict has."""
+        """Buffers that a state dict has."""
         self._first: dict[str, Tensor] = {}
         """Buffers that have not changed since the start."""
         often = {slot.name for slot in self._buffers}
@@ -118,8 +118,8 @@ class Changing:
         self.names.add(slot.name)
 
     def look(self) -> list[Slot]:
-        """Those parameters, and buffers that no state dict has, that have changed so far; of which
-        the names are in `names` from now on."""
+        """Parameters, and buffers that no state dict has, that have changed so far; their names are
+        in `names` from now on."""
         found = self._different()
         if found:
             self.names |= found
@@ -193,7 +193,7 @@ class Changing:
         return found - owned
 
     def _changed_buffers(self) -> bytes:
-        """Those that have changed since the rank's first incarnation began."""
+        """Packed buffers that have changed since the rank's first incarnation began."""
         found = {each.name: each.present() for each in self._buffers}
         for name, first in list(self._first.items()):
             if not _same(first, found[name]):
@@ -261,7 +261,7 @@ def _same(first: Tensor, present: Tensor | None) -> bool:
 
 
 def _packed(tensors: dict[str, Tensor]) -> bytes:
-    """As `_go_on` unpacks them; too many for a save are not copied for it."""
+    """Tensors packed as `_go_on` unpacks them; too many for a save are not copied for it."""
     size = sum(each.numel() * each.element_size() for each in tensors.values())
     if size > BYTES_MAX:
         return bytes(BYTES_MAX + 1)

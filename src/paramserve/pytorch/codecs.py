@@ -30,7 +30,7 @@ class CodecsByName:
 
     @classmethod
     def of(cls, given: Codecs | None, what: str) -> CodecsByName:
-        """As a user gave them.
+        """Codecs by name, from a user's argument.
 
         Raises:
             TypeError: a pattern is no str, or what stands for it no codec.

@@ -39,7 +39,7 @@ def _no_keys() -> Tensor:
 
 
 def _no_rows(dim: int) -> Tensor:
-    """As a table has them, whatever torch's default dtype and device are."""
+    """Empty rows as a table has them, whatever torch's default dtype and device are."""
     return torch.empty(0, dim, dtype=torch.float32, device="cpu")
 
 
@@ -525,7 +525,7 @@ class EmbeddingBag(KeyedModule):
         )
 
     def to_embedding(self, num_embeddings: int | None = None) -> nn.EmbeddingBag:
-        """As `Embedding.to_embedding`, a torch.nn.EmbeddingBag."""
+        """Copy the table into a torch.nn.EmbeddingBag; see `Embedding.to_embedding`."""
         weight = self.read(num_embeddings)
         return nn.EmbeddingBag(
             len(weight),

@@ -18,7 +18,7 @@ from paramserve.rules.torch_kinds import ParamGroup, torch_of
 from paramserve.rules.torch_rule import class_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-"""Of what the rules update."""
+"""Torch dtypes that the rules update, by name."""
 
 
 class SavedBlock(NamedTuple):

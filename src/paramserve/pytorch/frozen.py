@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paramserve.pytorch.registry import Registry
 
 RESULT_BYTES_MAX = 256 << 20
-"""Of frozen parameters that go into a result."""
+"""Most bytes of frozen parameters that go into a result."""
 _LOOKED_AT_MAX = 65_536
 """Elements of one parameter that its checksum is made of."""
 
@@ -126,8 +126,8 @@ def _key(slot: Slot) -> int:
 
 
 def _checksum(param: Tensor) -> int:
-    """Of the form of a parameter and, where it has plain memory, of some of its elements, spread
-    over all: weights that were made or loaded differently differ there as well."""
+    """Checksum of a parameter's form and, where it has plain memory, of some of its elements,
+    spread over all: weights that were made or loaded differently differ there as well."""
     found = zlib.crc32(f"{param.dtype} {list(param.shape)}".encode())
     if param.is_meta or param.is_quantized or param.layout is not torch.strided:
         return found

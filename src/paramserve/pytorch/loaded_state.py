@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StateMarks:
-    """Of one optimizer; a block goes by the name of its first tensor.
+    """Marks of one optimizer's loaded state; a block goes by the name of its first tensor.
 
     Args:
         rank: 0 stores, the others wait.

@@ -96,7 +96,7 @@ class RankSampler(Sampler[int]):
 
     @property
     def entropy(self) -> tuple[int, int]:
-        """Of the present epoch."""
+        """Entropy of the present epoch."""
         return self._seed, self._epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -301,7 +301,7 @@ class Loader:
             self._worker.notices.trains_alone()
 
     def _loaded(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
-        """As many batches as are left, each with its epoch; rows are asked for ahead."""
+        """Yield the batches that are left, each with its epoch; rows are asked for ahead."""
         batches = self._in_order(first, left)
         if self._prefetch is None:
             return batches
@@ -452,7 +452,7 @@ def _checked(worker: Host, arguments: tuple[object, ...], size: int) -> Epochs:
 
 
 def _agree(worker: Host, batches: int) -> _OwnParts:
-    """As many batches as the rank has whose part is the smallest; all ranks call this."""
+    """Agree on the batches of the rank whose part is the smallest; all ranks call this."""
     return _OwnParts(worker.agree_on_batches(batches))
 
 

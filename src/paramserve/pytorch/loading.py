@@ -30,7 +30,7 @@ KINDS_BY_HEAD = {
 }
 """What a file may be that is no state dict, by its first bytes."""
 HEAD_BYTES = 16
-"""Of a file that is of no known kind, in an error."""
+"""First bytes of a file of no known kind that an error shows."""
 
 
 def read_state(path: str) -> Any:

@@ -67,7 +67,7 @@ class Local(Adopted[B]):
         """Which makes the own steps; None: there is none any more."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
-        """As `Adopted.start`; from then on leased loaders know of the own steps."""
+        """Start as `Adopted.start`; from then on leased loaders know of the own steps."""
         if self.tables.find(groups):
             raise ValueError(
                 f"{type(self._policy).__name__} does not step tables, and the model has modules on "
@@ -241,8 +241,8 @@ class StartedBlock(AdoptedBlock):
         torch._foreach_copy_(self._starts, self._params)
 
     def merge(self, values: npt.NDArray[Any], stays: float) -> None:
-        """As `scatter`, but this part of the parameters' own values stays: the next difference has
-        it, too."""
+        """Scatter values, but keep this part of the parameters' own: the next difference has it,
+        too."""
         if stays == 0.0:
             self.scatter(values)
             return
@@ -292,12 +292,12 @@ class LocalStepping(Local[StartedBlock]):
         self._chosen: Sequence[StartedBlock] = ()
         """Blocks of these."""
         self._pushed: Sequence[StartedBlock] = ()
-        """Those of them that were sent, and have to start where their difference ended."""
+        """Blocks that were sent, and have to start where their difference ended."""
         self._expects = False
         """Whether values of an exchange are to come into the model."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
-        """As `Local.start`.
+        """Start as `Local.start`, and divide the tensors into fragments.
 
         Raises:
             ValueError: there are more fragments than tensors.
@@ -460,7 +460,7 @@ class Elastic(Local[ElasticBlock]):
         super().__init__(worker, model, settings, policy)
         self._rho = policy.rho
         self._lrs: dict[int, float] = {}
-        """Of each parameter group in its last own step: a scheduler may have gone on since."""
+        """Learning rate of each parameter group in its last own step; a scheduler may change it."""
         self._moved: Mapping[int | None, float] = {}
         """By what part of the distance the center moves in the exchange under way."""
 

@@ -66,7 +66,7 @@ class Slot:
         return found.detach()
 
     def present(self) -> Tensor | None:
-        """As `tensor`; None: it is not in the model any more."""
+        """Tensor of the slot; None: it is not in the model any more."""
         found = self.value()
         return found.detach() if found is not None else None
 

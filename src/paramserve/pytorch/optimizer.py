@@ -72,12 +72,12 @@ class AdoptedOptimizer(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: without the rows of tables that this optimizer was not given."""
+        """State as torch has it, without rows of tables that this optimizer was not given."""
         with self._adopted.tables.hidden():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; see `state_dict`."""
+        """Load a state as torch's `load_state_dict`; see `state_dict`."""
         with self._adopted.tables.hidden(self._adopted.tables.left_out_of(state_dict)):
             super().load_state_dict(state_dict)
 
@@ -239,7 +239,7 @@ class ServedOptimizer(AdoptedOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the state fetched from the servers.
+        """State as torch's `state_dict`, with the arrays fetched from the servers.
 
         Raises:
             RuntimeError: `state` was changed since the last step. The servers' is as it was.
@@ -259,7 +259,7 @@ class ServedOptimizer(AdoptedOptimizer):
         self._fetched.forget(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's: each rank takes the hyper-parameters, rank 0 also writes the state.
+        """Load a state: each rank takes the hyper-parameters, rank 0 also writes the state.
 
         The other ranks do not wait for rank 0's write. In Sync no update comes before it. Under
         other policies call `worker.barrier()` before and after this, or load the state before
@@ -289,7 +289,7 @@ class LocalOptimizer(AdoptedOptimizer):
     _adopted: LocalStepping | Elastic | Hybrid
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, of rows of tables, too, that an interrupted step has left aside."""
+        """Zero gradients as torch does, and drop rows that an interrupted step has left aside."""
         self._adopted.tables.bring_back()
         super().zero_grad(set_to_none)
 

@@ -211,12 +211,12 @@ class _Card(NamedTuple):
 
     host: str
     port: int
-    """Of the store, which is rank 0's; 0 on all others."""
+    """Port of the store, which is rank 0's; 0 on all others."""
     device: str
     """What tells its CUDA device from all others; empty: it has none."""
 
     def written(self) -> npt.NDArray[np.int64]:
-        """As a value that the servers hold: [1 + CARD_BYTES]."""
+        """Card as a value that the servers hold: [1 + CARD_BYTES]."""
         text = f"{self.host} {self.device}".encode()
         found = np.zeros(1 + CARD_BYTES, np.int64)
         found[0] = self.port

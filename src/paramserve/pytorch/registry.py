@@ -118,7 +118,7 @@ class Registry:
         return (id(slot.owner), slot.attribute) in self._replaced
 
     def watch(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of these places that no optimizer before has looked after."""
+        """Subset of these places that no optimizer before has looked after."""
         new = {(id(slot.owner), slot.attribute): slot for slot in slots}
         found = [slot for key, slot in new.items() if key not in self._watched]
         self._watched |= {key: slot.owner for key, slot in new.items()}

@@ -31,11 +31,11 @@ class Replacements:
         self.slots: dict[str, Slot] = {}
         self._stepped: list[tuple[str, Tensor]] = []
         self._params: list[Tensor] = []
-        """Those of them that the model had when it was looked through last."""
+        """Parameters that the model had when it was looked through last."""
         self._places: list[tuple[Mapping[str, Any], str]] = []
         """Where: the parameters of a module, and the name there."""
         self._looks = 0
-        """Of the names, when these places were found."""
+        """Count of looks at the names when these places were collected."""
 
     def watch(self, stepped: Iterable[tuple[str, Tensor]]) -> None:
         """What is looked at from now on: all that the optimizer steps, by name."""
@@ -52,8 +52,8 @@ class Replacements:
         ]
 
     def look(self) -> list[Slot]:
-        """Those that were replaced since the last look, with a warning. Cheap enough for a step,
-        where the names follow the model."""
+        """Parameters that were replaced since the last look, with a warning. Cheap enough for a
+        step, where the names follow the model."""
         if self._looks == self._names.looks:
             present = [module.get(name) for module, name in self._places]
             if all(map(is_, present, self._params)):

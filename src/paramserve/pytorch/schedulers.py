@@ -94,7 +94,7 @@ class NamedScheduler:
         return Progress(self.key, self.kind, self.position, rate, options_of(self.scheduler), state)
 
     def rate_at(self, position: float, steps: int) -> int:
-        """As `Progress.rate`, where it is at this position before the own step behind so many."""
+        """Rate (`Progress.rate`) at this position, before the own step behind so many."""
         made = steps - self.since
         # The end of an epoch may lie between the first steps of this worker.
         enough = made > 0 if self.rate is None else made >= _SEVERAL
@@ -173,7 +173,7 @@ def position_of(scheduler: LRScheduler) -> float:
 
 
 def options_of(scheduler: LRScheduler) -> int:
-    """As `Progress.options`: of the numbers and words that its `step` does not change."""
+    """Hash (`Progress.options`) of the numbers and words that `step` does not change."""
     parts = vars(scheduler).get("_schedulers", ())
     if parts:  # of a chain, or one after the other
         return zlib.crc32(repr([options_of(each) for each in parts]).encode())

@@ -45,7 +45,7 @@ _QUICK = ("lr", "momentum", "betas", "weight_decay")
 BY_HAND_STEPS = 2
 """In a row before which the function has set numbers itself: it does so at each step."""
 RATES_SHOWN_MAX = 3
-"""Of the parameter groups of an optimizer."""
+"""Most parameter groups of an optimizer whose rates are shown."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +59,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     epochs: int = 0
     """Epochs that had begun; 0: its function does not loop over `loader.epochs`."""
     run: int = 0
-    """As `WorkerConfig.run`: the function of another run may be another one."""
+    """Number of the run (`WorkerConfig.run`): another run's function may be another one."""
     by_hand: bool = False
     """Whether the function has set numbers itself behind each of the last steps."""
 
@@ -114,7 +114,7 @@ class Schedules:
         """Numbers when the last of them was named."""
         self._caught_up_at = 0
         self._unmatched: list[Progress] = []
-        """Of the note that this worker has caught up by: no scheduler was named for these yet."""
+        """Progress in the note, caught up by, for which no scheduler was named yet."""
         self._saved = False
         """Whether notes are this rank's own, saved with its steps: no group carries them."""
         self._steps = 0
@@ -219,7 +219,7 @@ class Schedules:
             self._last_note = self._next_note
 
     def note(self) -> bytes:
-        """Of the step of the last `before_step`; empty if it says what was sent last.
+        """Note of the step of the last `before_step`; empty if it says what was sent last.
 
         Raises:
             TypeError: the state of a named scheduler cannot be stored without pickling.

@@ -42,7 +42,7 @@ class Served(Adopted[ServedBlock]):
         self._stay = int(settings.overlap)
         """Steps that are under way between two calls of `step`."""
         self._unserved_state: torch_state.State = {}
-        """Of frozen parameters: it was loaded, and goes to the servers when they do."""
+        """State of frozen parameters: it was loaded, and goes to the servers when they do."""
         self._warned = False
 
     # --- start and end ------------------------------------------------------------------------

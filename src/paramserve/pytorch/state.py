@@ -56,7 +56,7 @@ def _fields(rule: Rule) -> Iterable[tuple[int, str]]:
 
 
 def _step_dtype() -> torch.dtype:
-    """As torch.optim chooses it: float64 only where that is the default."""
+    """Dtype of step counts as torch.optim chooses it: float64 only where that is the default."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 

@@ -186,12 +186,12 @@ class Tables:
         return pushes
 
     def set_aside(self) -> None:
-        """As `Rows.set_aside`, of all tables."""
+        """Set aside the collected rows of all tables; see `Rows.set_aside`."""
         for _, rows in self._stepped.values():
             rows.set_aside()
 
     def bring_back(self) -> None:
-        """As `Rows.bring_back`, of all tables."""
+        """Restore the rows set aside of all tables; see `Rows.bring_back`."""
         for _, rows in self._stepped.values():
             rows.bring_back()
 

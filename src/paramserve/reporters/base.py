@@ -20,7 +20,7 @@ PACKAGES = ("paramserve", "numpy", "torch", "ray")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of `PACKAGES`."""
+    """Versions of Python and of `PACKAGES`."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -50,7 +50,7 @@ class RunInfo:
     resumed: bool = False
 
     def flat(self) -> dict[str, str | int]:
-        """As one level of names."""
+        """Run information as one level of names."""
         fields = asdict(self)
         versions = fields.pop("versions")
         return fields | {f"version_{name}": each for name, each in versions.items()}
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def step(self) -> int:
-        """Of all workers together, of the group that has most: the x-axis of what counts none."""
+        """Most steps of a group, all workers together: the x-axis of what counts none."""
         return max((group.steps for group in self.status.trained.values()), default=0)
 
 

@@ -12,7 +12,7 @@ from paramserve.reporters.base import Report, Reporter, RunInfo
 from paramserve.reporters.feeding import missing
 
 METRICS_MAX = 1_000
-"""Of one call of MLflow's `log_batch`."""
+"""Most metrics of one call of MLflow's `log_batch`."""
 KEY_MAX = 250
 """Letters of a metric's name in MLflow."""
 

@@ -32,8 +32,8 @@ class Run(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which no run needs
     """Updates that these elements have had before this one."""
     shape: tuple[int, ...] | None = None
-    """Of the tensor that this run is, for a rule with `whole_tensors`; None: neighbours may be in
-    one run, and a tensor may be cut."""
+    """Shape of the tensor that this run is, for a rule with `whole_tensors`; None: neighbours may
+    be in one run, and a tensor may be cut."""
 
 
 new_run: Callable[[tuple[int, int, int, tuple[int, ...] | None]], Run]

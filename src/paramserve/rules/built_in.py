@@ -141,7 +141,7 @@ class BuiltIn(ABC):
             check_hyper(self.name, {self.state_start: NOT_NEGATIVE}, (start,))
 
     def hyper(self) -> Hyper:
-        """As `Rule.hyper`: the fields that have these names."""
+        """Fields that are hyper-parameters; see `Rule.hyper`."""
         return tuple(float(getattr(self, name)) for name in self.hyper_names)
 
     def check(self, hyper: Hyper) -> None:
@@ -193,7 +193,7 @@ class BuiltIn(ABC):
         push: PushInfo,
         out: Array | None = None,
     ) -> None:
-        """As `Rule.apply`.
+        """Apply a gradient; see `Rule.apply`.
 
         Raises:
             ValueError: `hyper` needs state and the block was defined without; or the rule is for

@@ -39,7 +39,7 @@ FLOAT_SIZE, FLOAT_INF, FLOAT_MAX, FLOAT_NAN = U(0x7FFF), U(0x7C00), U(0x7BFF), U
 FLOAT_NORMAL = U(0x0400)
 """The bits of 2**-14: below it, float16 has steps of 2**-24."""
 NORMAL = U(0x38800000)
-"""The same in float32."""
+"""Smallest normal float16, as float32 bits."""
 TINY, TINY_BITS = np.float32(2.0**-14), U(113 << 23)
 HALF, HALF_BITS = np.float32(0.5), U(0x3F000000)
 """The step of float32 from 0.5 on is 2**-24, too: adding it rounds to multiples of that."""

@@ -265,7 +265,7 @@ def _is_in_place(each: dis.Instruction) -> bool:
 
 
 def _names(each: dis.Instruction) -> tuple[str, ...]:
-    """Of local variables; some instructions of newer versions have two."""
+    """Names of local variables in an instruction; some of newer versions have two."""
     return each.argval if isinstance(each.argval, tuple) else (each.argval,)
 
 

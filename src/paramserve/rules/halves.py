@@ -22,7 +22,7 @@ from paramserve.rules.kernels import kernel
 U = np.uint64
 GOLDEN = U(0x9E3779B97F4A7C15)
 MIX1, MIX2 = U(0xBF58476D1CE4E5B9), U(0x94D049BB133111EB)
-"""Of splitmix64: Steele, Lea and Flood, OOPSLA 2014."""
+"""Constants of splitmix64: Steele, Lea and Flood, OOPSLA 2014."""
 U1, U13, U16, U23, U27, U30, U31, U32 = (U(n) for n in (1, 13, 16, 23, 27, 30, 31, 32))
 LOW16, LOW32 = U(0xFFFF), U(0xFFFFFFFF)
 SIGN, HALF_SIGN = U(0x80000000), U(0x8000)

@@ -92,7 +92,7 @@ def _prefetch_to_write(typing_context: Any, address: Any) -> Any:
 prefetch: Any = intrinsic(_prefetch)
 """Called in a kernel with an address, an unsigned integer: fetch its line, which will be read."""
 prefetch_to_write: Any = intrinsic(_prefetch_to_write)
-"""The same for a line that will be written."""
+"""Prefetch a cache line that will be written."""
 
 
 # --- writes past the caches ----------------------------------------------------------------------

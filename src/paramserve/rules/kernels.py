@@ -49,7 +49,7 @@ LANES = 256
 INT, FLOAT = numba.types.intp, numba.types.float64
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 HALVES = (np.dtype(np.uint16), np.dtype(np.int16))
-"""Of 16 bits, as kernels are given them: bfloat16 and float16."""
+"""Dtypes of 16 bits, as kernels are given them: bfloat16 and float16."""
 
 
 def kernel(function: F, *modules: str) -> F:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Of a row's values, by the number that the kernels know them by."""
+"""Dtypes of a row's values, by the number that the kernels know them by."""
 WIDE: Mapping[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
     "int64": np.dtype(np.int64),
@@ -42,7 +42,7 @@ class RowLayout:
     dim: int
     """Values of a row; of `WIDE` ones the words that they take."""
     dtype: str
-    """Of `DTYPES` or `WIDE`."""
+    """Dtype of the values: one of `DTYPES` or `WIDE`."""
     widths: tuple[int, ...] = ()
     """float32 elements of each of the rule's states: `dim`, or 1 for one number per row."""
     counted: bool = False

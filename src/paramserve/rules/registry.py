@@ -140,7 +140,7 @@ def is_built_in(rule: Rule) -> bool:
 
 
 def described_by(rule: Rule, rows: bool = False) -> RuleSpec:
-    """As `spec`, after a look at what a client wants to define with.
+    """Spec of a rule (see `spec`), after a check of what a client wants to define with.
 
     Servers may know rules that are not registered here, so an unknown one passes.
 

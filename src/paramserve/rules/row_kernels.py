@@ -199,7 +199,7 @@ def states(number: int) -> Any:
 
 
 def with_scratch(number: int) -> Any:
-    """As `states`, and float32 [LANES] behind them."""
+    """State arrays (see `states`) and float32 [LANES] of scratch behind them."""
     own = states(number)
 
     @inlined

@@ -164,8 +164,8 @@ def apply_rows(rule: Rule, view: RowView, gradients: Array, hyper: Hyper, push: 
 
 
 def _add_wide(view: RowView, gradients: Array, scale: float) -> None:
-    """As `Add`, of numbers of 64 bits. Of int64 ones a sum that is scaled is rounded, and one past
-    the largest number goes on at the smallest, as numpy has it."""
+    """Add numbers of 64 bits, as `Add`. A scaled sum of int64 ones is rounded, and one past the
+    largest number goes on at the smallest, as numpy has it."""
     kind, dim = WIDE[view.layout.dtype], view.layout.dim
     present = view.floats[view.slots, :dim].view(kind)
     present += scaled(np.ascontiguousarray(gradients).view(kind), scale)

@@ -190,7 +190,7 @@ class TorchRule:
         return self.numbers
 
     def check(self, hyper: Hyper) -> None:
-        """As `Rule.check`; also refuses to change which state the class keeps."""
+        """Check as `Rule.check`; also refuse to change which state the class keeps."""
         self._check(hyper)
         new = set(self._names(hyper)) - set(self._names(self.numbers))
         if new:
@@ -283,7 +283,7 @@ class TorchRule:
         push: PushInfo,
         out: Array | None = None,
     ) -> None:
-        """As `Rule.apply`.
+        """Apply a gradient with torch's optimizer; see `Rule.apply`.
 
         Raises:
             ValueError: a state array is missing. Nothing was applied.

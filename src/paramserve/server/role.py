@@ -78,7 +78,7 @@ BEAT = AskReport()
 """What a heartbeat tells, unasked."""
 
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
-"""As `compiling.needed`."""
+"""Compilation that a block needs, if any; see `compiling.needed`."""
 
 ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye | AskDebug
 Frame = tuple[Connection, bytes, ByteArray | None]
@@ -159,7 +159,7 @@ class ServerRole:
         """Whether it ran there until past the time for which this was to poll."""
         most_s = config.limits.poll_s_max
         self._polling = {tcp: AdaptivePolling(wake_s, most_s, tcp=tcp) for tcp in (False, True)}
-        """Of waits for the next frame, after one over TCP and after one of this host."""
+        """Polling for the next frame, after one over TCP and after one of this host."""
         self._beating: Handle | None = None
         self._restoring = False
         self._checkpoints = PartWriter(shard, loop, storage, self._notify, self._take_cut)

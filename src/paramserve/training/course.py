@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """Of an error."""
+        """Shape in the words of an error."""
         several = f", {self.batches_per_step} in each step" if self.batches_per_step > 1 else ""
         return f"{self.samples} samples in batches of {self.batch_size}{several}"
 
@@ -117,9 +117,9 @@ class Course:
         self._moves = 0
         """How often groups were seen to step, and clocks that `late` has counted."""
         self._rests = 0
-        """Of `StepsRecord`."""
+        """Rests of the program so far; see `StepsRecord`."""
         self._rests_left = 0
-        """Those of older incarnations, before which the program is."""
+        """Rests of older incarnations that the program has not come to yet."""
         self._takes_over = False
         """Whether another optimizer is about to take over."""
         self._stepping = ""
@@ -252,7 +252,7 @@ class Course:
         return bool(before and self.steps_left and self._shapes_before())
 
     def _shapes_before(self) -> list[Shape]:
-        """Of the loaders that the steps of older incarnations were made with."""
+        """Shapes of the loaders that the steps of older incarnations were made with."""
         return _shapes(self._client.saving.older(SHAPES))
 
     # --- passes -----------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ class Pass:
 
     @property
     def so_far(self) -> Irregular:
-        """Of this pass, while it is under way."""
+        """Irregular passes of this pass, while it is under way."""
         return Irregular(self.number, 1, self.skipped, 0, 0)
 
     @property

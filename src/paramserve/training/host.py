@@ -61,7 +61,7 @@ class Host(Protocol):
         """Let the random generators go on where an older incarnation's were."""
 
     def agree_on_batches(self, batches: int) -> int:
-        """As many as the rank has whose part is the smallest; all ranks call this."""
+        """Agree on the batches of the rank whose part is the smallest; all ranks call this."""
 
     def compare_size(self, arguments: tuple[object, ...], size: int) -> None:
         """Warn where a dataset has another length than on the other ranks."""

@@ -41,7 +41,7 @@ class Irregular(msgspec.Struct, frozen=True, array_like=True):
     """Epochs that each pass has begun, where it was left."""
 
     def steps(self, extent: Extent) -> int:
-        """Of each pass."""
+        """Steps of each pass."""
         return (extent.length - self.skipped) // extent.per_step
 
 
@@ -105,7 +105,7 @@ class Record(msgspec.Struct, array_like=True):
 
 
 REGULAR_ONLY = Record()
-"""Of a loader whose passes were all regular."""
+"""Record of a loader whose passes were all regular."""
 
 
 class Records(msgspec.Struct, array_like=True):
@@ -135,7 +135,7 @@ class IrregularPasses:
         records = msgspec.msgpack.decode(ended, type=Records) if ended else Records()
         self._loaders, self.dropped_loaders = records.loaders, records.forgotten
         self._under_way = msgspec.msgpack.decode(under_way, type=UnderWay) if under_way else {}
-        """As it was told last."""
+        """Pass under way, as it was reported last."""
         self._changed = False
         for number, run in self._under_way.items():
             self._newest(number).add(run)

@@ -213,7 +213,7 @@ class LeasedWork:
 
     @property
     def batches_expected(self) -> int:
-        """Of one turn, if all ranks had equal shares: at least 1."""
+        """Batches of one turn, if all ranks had equal shares: at least 1."""
         plan, workers = self.plan, self._connection.workers
         return plan.steps or -(-plan.epochs * plan.size // (plan.batch * workers))
 

@@ -125,7 +125,7 @@ class Notices:
             self._tell(TRAINS_ALONE, alone_so_far(self._client.rank))
 
     def trained_alone(self) -> None:
-        """As `trains_alone`, at the end of the function."""
+        """Warn, at the end of the function, if the rank trained alone; see `trains_alone`."""
         if not self._told_alone:
             self._tell(TRAINED_ALONE, f"rank {self._client.rank} {UNTRAINED}")
 

@@ -61,7 +61,7 @@ class Optimizers:
 
     @property
     def own_steps(self) -> Sequence[OwnSteps]:
-        """Those that step by themselves."""
+        """Optimizers that step by themselves."""
         return self._own_steps
 
     def adopt(

@@ -97,7 +97,7 @@ class Arena:
         self._mapping = None
 
     def give_up(self) -> None:
-        """As `close`, and the memory goes at once: it reads as zeros wherever it is still mapped.
+        """Close, and release the memory at once: it reads as zeros wherever it is still mapped.
         Nothing of it may be in use."""
         if self._mapping is not None and self.fd is not None:
             self._mapping.madvise(mmap.MADV_REMOVE)

@@ -52,7 +52,7 @@ FIX_JOINS: Final = (
     "name that cluster's token file: copy the one that its first server was started with"
 )
 TOKENS_BEFORE_MAX: Final = 4
-"""Of those that a file held before, kept for the grace period."""
+"""Most tokens that a file held before, kept for the grace period."""
 FILES_MAX: Final = 64
 """Files that are looked at for new tokens."""
 _UCRED: Final = struct.Struct("3i")

@@ -112,7 +112,7 @@ def refusal(error: ParamServeError) -> bytes:
 
 
 def as_refusable(error: ParamServeError | msgspec.MsgspecError) -> ParamServeError:
-    """The same error in a form that a peer can be told."""
+    """Error in a form that can be sent to a peer."""
     if isinstance(error, ParamServeError):
         return error
     return ProtocolError(

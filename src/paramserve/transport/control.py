@@ -53,7 +53,7 @@ ATTEMPT_S = 2.0
 """For one attempt to connect again to a coordinator that does not answer; a process that is told to
 end ends no later than this."""
 HURRY_S = 0.25
-"""The same for the first one, and where no process listens or this side is about to end."""
+"""Seconds of the first attempt, and where no process listens or this side is about to end."""
 HURRIED_IO_S = 1.0
 """Where this side is about to end: for how long the coordinator may take nothing of a message."""
 AGAIN_S = 0.02
@@ -77,7 +77,7 @@ class ControlLink:
         self.notices: deque[ServerNotice] = deque()
         self._link = link
         self._others: list[Link] = []
-        """Those besides that the coordinator may know this side by: open until it has taken the
+        """Further links by which the coordinator may know this side: open until it has taken the
         next one, since it takes the end of the one that it knows for the end of this process."""
         # An interrupt can come right after a lock was taken, before that is noted: so each is
         # released without asking, and raises RuntimeError if this thread does not have it. Nothing
@@ -268,7 +268,7 @@ class ControlLink:
         timeout_s: float,
         slack_s: float = REPLY_SLACK_S,
     ) -> R:
-        """As `_call_once`, but on a new connection where the first one breaks."""
+        """Call as `_call_once`, but on a new connection where the first one breaks."""
         deadline = time.monotonic() + timeout_s + slack_s
         while True:
             if self._refusal is not None:

@@ -39,7 +39,7 @@ class Lendable(Protocol):
 lent: dict[Lendable, None] = {}
 """What callers were given to keep. Entered and deleted as items, which costs a pull no call."""
 _MAP_FIXED = 0x10
-"""As Linux and macOS number it; `mmap` does not name it."""
+"""Value of MAP_FIXED on Linux and macOS; `mmap` does not name it."""
 
 
 class _Forking(threading.local):

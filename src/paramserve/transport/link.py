@@ -95,14 +95,14 @@ class Link:
         self.more = False
         self.broken_off = False
         self._broken_socket: socket.socket | None = None
-        """Of a connection that was broken off and stays open."""
+        """Socket of a connection that was broken off and stays open."""
         self._spare: socket.socket | None = None
         """A closed one, for its place; see `keep_open`."""
         self.while_blocked: Callable[[], None] | None = None
         self._within_frame = False
         """Whether `while_blocked` runs."""
         self._rest: deque[memoryview] = deque()
-        """Of the frame that `offer` took last, what the peer has not taken yet."""
+        """Rest of the frame that `offer` took last, which the peer has not taken yet."""
         self._sock = sock
         self._hello = hello
         self._limits = limits
@@ -375,7 +375,7 @@ class Link:
             raise
 
     def buffered(self) -> bytes | None:
-        """As `receive`, but only of what is here already: the socket is not touched.
+        """Receive only what is here already: the socket is not touched.
 
         Raises:
             As `receive`.

@@ -46,9 +46,9 @@ _ACCEPTS_AT_ONCE: Final = 32
 _NO_DESCRIPTORS_PAUSE_S: Final = 0.1
 """How long to leave peers waiting when this process has no descriptor left."""
 _DESCRIPTORS_EACH: Final = 3
-"""Of a client: its socket and its arena, and one more while it shares a larger arena."""
+"""Descriptors of a client: socket and arena, and one more while it shares a larger arena."""
 _DESCRIPTORS_OWN: Final = 256
-"""Of the process itself."""
+"""Descriptors of the process itself."""
 _LOG_EVERY_S: Final = 60.0
 """Between two warnings that unknown peers hold all places, that no peer can be accepted, or of
 refusals of one address."""

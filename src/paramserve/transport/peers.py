@@ -80,7 +80,7 @@ class PeerLinks:
 
     def __init__(self, shard: int, dial: Dial, loop: Loop) -> None:
         self.addresses: Sequence[Sequence[str]] = ()
-        """Of each shard's server; before they are known, no connection is made."""
+        """Addresses of each shard's server; before they are known, no connection is made."""
         self._shard = shard
         self._dial = dial
         self._loop = loop

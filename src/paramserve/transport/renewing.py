@@ -44,7 +44,7 @@ class Renewed(Generic[T]):
     ) -> None:
         self._what, self._paths, self._make, self._now = what, tuple(paths), make, now
         self._stamp: Stamp | None = None
-        """Of the files that were tried last, whether or not they could be used."""
+        """Stamp of the files that were tried last, whether or not they could be used."""
         self._looked_at = -LOOK_S
         if first is not None:
             self._value = first

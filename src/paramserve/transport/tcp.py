@@ -146,7 +146,7 @@ def is_lost(info: bytes, lost_s: float) -> bool:
 
 
 def _peer(sock: socket.socket) -> dict[str, str]:
-    """Of a log line: who is at the other end, if that is known still."""
+    """Fields of a log line that name the peer, if it is known still."""
     try:
         host, port = sock.getpeername()[:2]
     except OSError:

@@ -43,7 +43,7 @@ class TlsSocket(ssl.SSLSocket):
     """
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """As a socket's; fills the buffer as long as whole records come."""
+        """Receive into a buffer; fills it as long as whole records arrive."""
         rest, done = buffer, 0
         while rest:
             try:
@@ -67,13 +67,13 @@ class TlsSocket(ssl.SSLSocket):
     def recvmsg(  # type: ignore[override]  # ssl's own refuses every call
         self, bufsize: int, ancbufsize: int = 0, flags: int = 0
     ) -> Any:
-        """As a socket's; nothing ancillary comes over TCP."""
+        """Receive bytes; nothing ancillary arrives over TCP."""
         data = bytearray(bufsize)
         count = self.recv_into(memoryview(data))
         return bytes(data[:count]), [], 0, None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As a socket's; at most one record."""
+        """Send at most one record."""
         try:
             return super().send(data)
         except ssl.SSLWantWriteError:
@@ -84,7 +84,7 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(  # type: ignore[override]  # ssl's own refuses every call
         self, buffers: Iterable[memoryview], *_: object
     ) -> int:
-        """As a socket's. Small buffers share a record, large ones are encrypted where they lie."""
+        """Send buffers: small ones share a record, large ones are encrypted where they lie."""
         total = 0
         for part in _records(buffers):
             rest = part
@@ -102,7 +102,7 @@ class TlsSocket(ssl.SSLSocket):
         return total
 
     def shutdown(self, how: int) -> None:
-        """As a socket's: the TLS of `SSLSocket.shutdown` would end first, and leave plain text."""
+        """Shut the socket down: `SSLSocket.shutdown` would end TLS first, and leave plain text."""
         socket.socket.shutdown(self, how)
 
     def drain(self) -> None:
@@ -120,7 +120,7 @@ def pending(sock: object) -> bool:
 
 
 def _records(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces: neighbours of less than a record together, others by themselves.
+    """Cut buffers into records: neighbours of less than a record together, others by themselves.
 
     A piece that could not be written must begin with the same bytes the next time, and not be
     shorter: the pieces depend only on what stands in front of and within them.

@@ -178,8 +178,10 @@ class Worker:
         self._looped = True
 
     def agree_on_batches(self, batches: int) -> int:
-        """As many as the rank has whose part is the smallest: all ranks call it for their next
-        loader over a part of their own. One that comes later gets what the others agreed on."""
+        """Agree on the batches of the rank whose part is the smallest.
+
+        All ranks call it for their next loader over a part of their own. A rank that calls later
+        gets what the others agreed on."""
         agreed = self._collectives.least(batches, self._own_parts + 1)
         self._own_parts += 1
         return agreed

@@ -101,7 +101,7 @@ WORKERS, SHARDS = 4, 2
 NO_LINK_GBPS = 1e6
 CLOCKS = 60
 ROUNDS = 3
-"""Of fitting messages and latency to each other."""
+"""Rounds of fitting messages and latency to each other."""
 HALVINGS = 24
 ENOUGH = 0.30
 """A prediction is good if it is off by no more than this."""

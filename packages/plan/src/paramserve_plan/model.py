@@ -196,18 +196,18 @@ class Shard:
         self.told = False
         """Whether the lead knows that this shard is ready."""
         self.since = 0.0
-        """Of the clock under way."""
+        """Start of the clock under way."""
         self.first_at = 0.0
 
 
 BUNDLES_MIN, BUNDLES_MAX = 2, 16
 MESSAGES = 2_000
-"""Of one direction and clock: more shards than this allows are put together."""
+"""Most messages of one direction and clock: more shards than this allows are put together."""
 EVENTS = 250_000
 """About as many are played, a second or two."""
 CLOCKS_MIN, CLOCKS_MAX = 6, 400
 EVENTS_EACH = 4
-"""Of one worker, shard and step."""
+"""Events of one worker, shard and step."""
 WARM = 0.3
 """This part of the steps does not count: the workers start at the same moment."""
 NEVER_S = 1e12
@@ -226,7 +226,7 @@ def clocks_of(setting: Setting) -> int:
 
 
 class Shares(NamedTuple):
-    """Of the steps after the start, in sums of seconds and counts."""
+    """Shares of the steps after the start, in sums of seconds and counts."""
 
     since_s: float
     steps: int
@@ -266,7 +266,7 @@ class Model:
         """Shards in a bundle."""
         self._every = int(getattr(policy, "steps_per_clock", 1))
         self._fragments = int(getattr(policy, "fragments", 1))
-        """Of the model, of which each exchange has one."""
+        """Fragments of the model, of which each exchange has one."""
         self._bytes = setting.model_bytes / bundles / self._fragments
         worker_s = self._bytes / (network.worker_gbps * GBPS)
         server_s = self._bytes / (network.server_gbps * GBPS * self._each)

@@ -74,7 +74,7 @@ BUSY = 0.85
 
 
 def staleness_figures(counts: Mapping[int, int]) -> StalenessFigures:
-    """Of pushes counted by their staleness."""
+    """Figures of pushes counted by their staleness."""
     total = sum(counts.values())
     if not total:
         return StalenessFigures(0.0, 0, 0)

@@ -57,7 +57,7 @@ class SimulatedClient(ClientProcess):
         self.left = cluster.scenario.steps
         """Steps still to be begun."""
         self.blocks: dict[str, Block] = {}
-        """Those that it knows, by name."""
+        """Blocks that the client knows, by name."""
         self._planned: dict[str, GroupStep] = {}
         """By group, the step that is about to be sent."""
         self._issued: list[tuple[str, Call, Operation]] = []
@@ -281,7 +281,7 @@ class SimulatedClient(ClientProcess):
             self.when_answered(operation, complete)
 
     def _of(self, group: str, chosen: Sequence[Any]) -> Sequence[Any]:
-        """Of what is pushed or read, that of a group."""
+        """Subset of what is pushed or read that a group has."""
         alone = len(self.cluster.histories) == 1
         return [each for each in chosen if alone or each.group_name == group]
 

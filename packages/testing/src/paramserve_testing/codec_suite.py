@@ -31,7 +31,7 @@ SEEDS = (0, 1, 0xFFFFFFFF)
 DRAWS = 10_000
 """From which an unbiased codec's mean is taken."""
 ROUNDS = 1000
-"""Of error feedback."""
+"""Rounds of error feedback."""
 GARBAGE = 200
 """Payloads of random bytes for each number of values."""
 GUARD = 64
@@ -132,7 +132,7 @@ class CodecSuite:
         assert (missed <= 4 * error + 1e-7).all(), f"off by {(missed / error).max()} errors"
 
     def test_what_feedback_keeps_does_not_grow(self) -> None:
-        """Of a codec with `feedback`: what is left out is at most half of all gradients."""
+        """Test that a codec with `feedback` leaves out at most half of all gradients."""
         if not self.codec.feedback:
             return
         gradient, left = normal(500, 1.0), np.zeros(500, np.float32)

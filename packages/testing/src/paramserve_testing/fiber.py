@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from paramserve.virtual import VirtualClock
 
 READABLE = 1
-"""As `select.POLLIN`."""
+"""Readable event, the same number as `select.POLLIN`."""
 
 
 class Fiber:
@@ -47,7 +47,7 @@ class Fiber:
         self._hub.switch()
 
     def wait(self, seconds: float) -> None:
-        """As `wait_until`, for a time."""
+        """Wait for some seconds, as `wait_until`."""
         self.wait_until(self._clock.now + seconds)
 
     def wake(self) -> None:

@@ -183,7 +183,7 @@ class Update(NamedTuple):
     alone: bool = False
     """Whether no worker counted there any more."""
     applied: tuple[Applied, ...] = ()
-    """Of gradients that were applied one by one, if that is recorded."""
+    """Gradients that were applied one by one, if that is recorded."""
 
 
 class Entered(NamedTuple):
@@ -218,7 +218,7 @@ class Agreed(NamedTuple):
     writer: int
     rank: int
     number: int
-    """Of the collective."""
+    """Number of the collective."""
     ranks: int
     """The result: a bit for each rank whose value is in it."""
     again: bool
@@ -233,7 +233,7 @@ class Company(NamedTuple):
     writer: int
     rank: int
     number: int
-    """Of its calls."""
+    """Number of the worker's calls."""
     refused: bool
     alone: bool
     """Whether its own value alone is the result."""

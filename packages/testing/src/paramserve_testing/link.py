@@ -164,7 +164,7 @@ class VirtualLink:
             self.stream.close(NEAR)
 
     def break_off(self) -> None:
-        """As an interrupt within a frame: later calls raise `ConnectionError`."""
+        """Break the link within a frame: later calls raise `ConnectionError`."""
         self.broken_off = True
         self.stream.cut()
 

@@ -64,7 +64,7 @@ class ScriptedFault(ABC):
         """
 
     def __repr__(self) -> str:
-        """As its function is called."""
+        """Call of the fault's function."""
         given = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -295,7 +295,7 @@ class Nemesis:
         self._cluster = cluster
         self._script = [each for each in cluster.scenario.script if each.clock is not None]
         self.lasts_s = sum(each.lasts_s for each in cluster.scenario.script)
-        """Of all scripted faults together."""
+        """Seconds of all scripted faults together."""
 
     def begin(self) -> None:
         """The scripted faults that wait for no clock."""

@@ -159,15 +159,15 @@ class End(Protocol):
 
 
 Rates = Callable[[Faults], tuple[float, float, float]]
-"""Of a stream's frames: how many break it, are lost or arrive twice."""
+"""Rates of a stream's frames that break it, are lost or arrive twice."""
 
 
 client_rates: Rates = attrgetter("cut", "lose", "duplicate")
-"""Of a stream between a client and a shard."""
+"""Rates of a stream between a client and a shard."""
 
 
 def peer_rates(faults: Faults) -> tuple[float, float, float]:
-    """Of a stream between two shards."""
+    """Rates of a stream between two shards."""
     return 0.0, faults.peer_lose, faults.peer_duplicate
 
 
@@ -320,7 +320,7 @@ class Stream:
                 self.put(side, Frame(frame.header, payload))
 
     def put(self, side: int, frame: Frame, *, held: bool = False) -> None:
-        """As `send`, but no fault hits this frame. `held`: it waited at a cut."""
+        """Send a frame that no fault hits. `held`: it waited at a cut."""
         self.unread[side] += not held
         network, way = self._network, self._ways[side]
         if network.is_cut(way):

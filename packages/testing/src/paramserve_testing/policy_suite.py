@@ -265,8 +265,8 @@ class PolicySuite:
 
 
 def counted(policy: Policy) -> Policy:
-    """The same decisions, but gradients are multiplied by nothing: a simulated cluster finds out
-    from the sums which of them were applied."""
+    """Policy with the same decisions whose gradients are multiplied by nothing: a simulated cluster
+    finds out from the sums which of them were applied."""
     kind = type(policy)
     if policy.collects:
         return policy  # the cluster's rule leaves out the sum's scale

@@ -199,7 +199,7 @@ class ClientProcess(ABC):
         return True
 
     def _begin_steps(self, joined: Joined) -> None:
-        """As `Connection` and `Client` do."""
+        """Begin to step, as `Connection` and `Client` do."""
         waits = Waits(self.exchange, self.rank, self._deadlines.request_s)
         self.steps = Steps(self.exchange, self.rank, waits, self.terms)
         self.steps.first = self.rank < joined.first
@@ -327,7 +327,7 @@ class ClientProcess(ABC):
         self._coordinator.send(NEAR, Frame(encode(message)))
 
     def _beat(self) -> None:
-        """As the thread of a real client does, whatever else the process is at."""
+        """Send a beat as a real client's thread does, whatever else the process does."""
         clock, frozen_until = self.cluster.clock, self._fiber.frozen_until
         if clock.now < frozen_until:
             clock.at(frozen_until, self._beat)
@@ -372,7 +372,7 @@ class ClientProcess(ABC):
         timeout_s: float,
         limits: Limits,
     ) -> Any:
-        """As `Link.connect`."""
+        """Connect as `Link.connect` does."""
         clock = self.cluster.clock
         until = clock.now + timeout_s
         shard = int(addresses[0].removeprefix("shard "))

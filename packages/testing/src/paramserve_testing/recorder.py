@@ -60,7 +60,7 @@ still be on its way to another shard, whose `Vote` then comes back."""
 
 
 def new_history(scenario: Scenario, faults: Faults) -> History:
-    """Of a run that is about to begin."""
+    """History of a run that is about to begin."""
     policy, ranks = scenario.consistency, tuple(range(scenario.workers))
     history = History(policy.collects, ranks, [(0, policy)])
     if scenario.samples:

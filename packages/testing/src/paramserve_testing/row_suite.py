@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
     @property
     def words(self) -> Array:
-        """The same memory as uint32."""
+        """View of the memory as uint32."""
         return self.floats.view(np.uint32)
 
     @property

@@ -26,13 +26,13 @@ COLLECTIVE_EVERY = 3
 PROGRAMS = ("anew", "clock", "behind")
 """How a worker that is started again goes on with its collectives; see `AgreeingScript`."""
 IN_TURN = 0.4
-"""Of the programs have two optimizers that take turns."""
+"""Share of the programs whose two optimizers take turns."""
 RESTS_FROM = 0.985
-"""Of what is drawn for a worker's next call: from here on it rests."""
+"""Draw for a worker's next call from which on it rests."""
 PAUSE_S = 0.002
 """A client computes for up to this between two calls."""
 LONG_PAUSE_S = 0.01
-"""The same for one that does not read meanwhile: answers come sooner than this."""
+"""Longest pause of a client that does not read meanwhile: answers arrive sooner than this."""
 EVALUATIONS = 6
 """Reads of a worker that evaluates while it rests."""
 EVALUATES_S = 2.0
@@ -323,7 +323,7 @@ class AgreeingScript(WorkerScript):
         self.client.call(PassBy(0, place=place, seen=self._seen, ticks=clock), begun)
 
     def _place_at(self, clock: int) -> int:
-        """Of the first optimizer."""
+        """Steps of the first optimizer at a clock of the program."""
         if not self._in_turn:
             return clock
         rounds, rest = divmod(clock, 2 * COLLECTIVE_EVERY)

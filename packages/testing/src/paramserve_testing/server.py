@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from paramserve_testing.simulated import SimulatedCluster
 
 NONCE = "simulated"
-"""Of the probe of a folder of checkpoints."""
+"""Nonce of the probe of a folder of checkpoints."""
 KERNELS_RATE = 0.5
-"""Of definitions that wait for a kernel."""
+"""Share of definitions that wait for a kernel."""
 UNREACHED_RATE = 0.5
-"""Of attempts to connect over a way that is cut: those that fail."""
+"""Share of failed attempts to connect over a way that is cut."""
 HOLDS = 1
 """Frames that a connection to a slow reader holds in each direction."""
 SLOW_LIMITS = Limits(send_buffer_bytes_max=16 << 10)
-"""Of connections to slow readers: less than the values of one block that is on all shards."""
+"""Limits of connections to slow readers: less than the values of one block that is on all
+shards."""
 
 
 class SimulatedServer:

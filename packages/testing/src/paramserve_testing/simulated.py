@@ -62,7 +62,7 @@ RESTARTS_MAX = 4
 """New incarnations in one run."""
 RESTART_RATE = 0.7
 EVALUATES_RATE = 0.1
-"""Of runs in which workers that rest evaluate."""
+"""Share of runs in which workers that rest evaluate."""
 JOINS_MAX = 3
 """Workers that come because a run is to have more, in one run."""
 CHANGES_MAX = 6
@@ -92,15 +92,15 @@ class SimulatedCluster:
     coordination_type: type[Coordination] = Coordination
     client_type: type[SimulatedClient] = SimulatedClient
     worker_script: type[Script] | None = None
-    """Of each worker; None: that of the workload, or the one that goes with the scenario."""
+    """Script of each worker; None: that of the workload, or the one that goes with the scenario."""
     reader_script: type[Script] = ReaderScript
-    """Of the client that belongs to no rank."""
+    """Script of the client that belongs to no rank."""
     replayed_by = "paramserve_testing.replay"
     """The function that repeats a run."""
     writers_more = 0
     """Processes of clients besides those that each run may have."""
     checkpoint_plan = CheckpointPlan()
-    """Of its checkpoints."""
+    """Plan of the cluster's checkpoints."""
     client_deadlines = DEADLINES
     server_deadlines = Deadlines(heartbeat_s=BEAT_S, resend_s=RESEND_S)
     coordinator_deadlines = Deadlines(
@@ -150,7 +150,7 @@ class SimulatedCluster:
         self.call_of: dict[tuple[int, int, int], tuple[str, Call]] = {}
         """Which call of a writer has a number on a shard, and its group."""
         self.deletion_of: dict[tuple[int, int, int], Deletion] = {}
-        """The same of deletions of rows."""
+        """Deletion of rows that has a number on a shard, by writer."""
         self.writers: dict[int, int] = {}
         """By the id that the coordinator gave."""
         self.wanted = self.least_wanted = self.scenario.workers
@@ -413,7 +413,7 @@ def replay(seed: int, log: Callable[[str], None] | None = None, **options: Any) 
 def rerun(
     kind: type[SimulatedCluster], seed: int, log: Callable[[str], None] | None, **options: Any
 ) -> SimulatedCluster:
-    """As `replay`, with a cluster of some kind."""
+    """Replay a seed with a cluster of some kind; see `replay`."""
     cluster = kind(seed, Scenario(**options), log)
     cluster.run()
     cluster.check()

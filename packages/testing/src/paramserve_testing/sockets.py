@@ -42,7 +42,7 @@ class VirtualSocket:
         self._came = deque[memoryview]()
         """The rest of each frame that was not read to its end."""
         self._going = bytearray()
-        """Of a frame that was not written to its end."""
+        """Bytes of a frame that was not written to its end."""
         self._ended = self._closed = False
         stream.on_room[FAR] = self._told
         loop.files[self.fileno()] = self

@@ -174,7 +174,7 @@ class Parameters:
     def masks(
         self, block: ShardBlock | KeyedBlock, shard: int, shards: int
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """As `rows`, at a glance: masks by writer."""
+        """Masks by writer of rows that could be read at a glance; see `rows`."""
         return []
 
     def bytes_of(self, block: ShardBlock | KeyedBlock) -> bytes:

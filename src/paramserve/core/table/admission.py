@@ -112,7 +112,7 @@ class Candidates:
         self._young = _Generation()
         self._old = _Generation()
         self._next: list[_Generation] = []
-        """Those that `reserve` has made for the count to come."""
+        """Generations that `reserve` has made for the count to come."""
 
     @property
     def nbytes(self) -> int:

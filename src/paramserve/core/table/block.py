@@ -123,7 +123,7 @@ class KeyedBlock(ShardStorage):
         self.dim = spec.table.dim
         self._of = f" rows of table {self.names}"
         self.codecs = row_codecs(spec)
-        """Of rows that travel in frames."""
+        """Codecs of rows that travel in frames."""
         self.clock = 0
         self.unadmitted = 0
         """Gradients of keys that had no row yet."""
@@ -148,7 +148,7 @@ class KeyedBlock(ShardStorage):
 
     @property
     def nbytes(self) -> int:
-        """Of all that it holds."""
+        """Bytes of all arrays that the block holds."""
         return self.store.memory_bytes
 
     def begin_checkpoint(self, checkpoint: int) -> Changed:
@@ -171,8 +171,8 @@ class KeyedBlock(ShardStorage):
         )
 
     def _check_hyper(self, rule: Rule, hyper: Hyper) -> None:
-        """As `ShardStorage.check`; rows may also lack the count of updates that hyper-parameters
-        need."""
+        """Check hyper-parameters as `ShardStorage.check` does; rows may also lack the count of
+        updates that hyper-parameters need."""
         about = self._about("failed to check its hyper-parameters")
         with guarded(about, rule, (ValueError, ParamServeError)):
             rule.check(hyper)
@@ -449,7 +449,7 @@ class KeyedBlock(ShardStorage):
         )
 
     def records_bytes(self, message: Scan | Put) -> int:
-        """Of as many whole rows as a request names."""
+        """Bytes of as many whole rows as a request names."""
         return parts.records_bytes(message.rows, self.dim, self._width(message), message.idle)
 
     def records(self, memory: Array | None, message: Scan | Put, offset: int) -> Records:

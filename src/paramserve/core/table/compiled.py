@@ -33,7 +33,7 @@ def use_kernels() -> ModuleType:
 
 @cache
 def text_kernels() -> ModuleType:
-    """Of strings, which no store has: `compiling.load_text` compiles them."""
+    """Module of kernels for strings, which no store has: `compiling.load_text` compiles them."""
     from paramserve.core.table import text_kernels
 
     return text_kernels

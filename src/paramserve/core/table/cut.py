@@ -21,7 +21,7 @@ from paramserve.errors import Overloaded, UnknownName
 from paramserve.rules.layout import RowLayout
 
 ROWS_AT_ONCE = 1 << 16
-"""Of a table, when all are read."""
+"""Rows of a table that are read at once when all are read."""
 COPIED_BYTES_MAX = 256 << 20
 """Rows copied ahead of their change, of one table on one shard; past that the cut is lost."""
 WRITTEN, REMOVED, NEW = -1, -2, -3
@@ -113,7 +113,7 @@ class RowsCopy:
         return self._store is not None and not self._overflowed
 
     def _wanted_of(self, rows: Keys) -> Keys:
-        """Those of rows that may be wanted."""
+        """Subset of rows that may be wanted."""
         old = rows[rows < self.size]
         if self.changed is None:
             return old

@@ -62,7 +62,7 @@ class RowCodecs:
         return HEAD_BYTES + -(-self.push.size(rows) // 8) * 8
 
     def gradient_bytes(self, keys: Array) -> int:
-        """Of the gradients of these rows, whose keys rise."""
+        """Bytes of the gradients of these rows, whose keys rise."""
         return self._values_end(keys.size) + keys_bytes(keys, ONCE)
 
     def write_gradient(self, keys: Array, values: Array, out: Bytes, seed: int) -> None:
@@ -127,7 +127,7 @@ class RowCodecs:
         return read_keys(data[HEAD_BYTES : HEAD_BYTES + nbytes], rows, REPEATED), bool(exact)
 
     def answer_bytes(self, rows: int, *, exact: bool) -> int:
-        """Of rows that are read."""
+        """Bytes of rows that are read, in an answer."""
         return 4 * self.dim * rows if exact else self.pull.size(rows)
 
     def answer(self, rows: Array) -> Bytes:
@@ -147,6 +147,6 @@ class RowCodecs:
 
 
 def row_codecs(spec: BlockSpec) -> RowCodecs | None:
-    """Those of a table; None: it has none, or is no table. Raises as `RowCodecs`."""
+    """Codecs of a table; None: it has none, or is no table. Raises as `RowCodecs`."""
     has = spec.table is not None and (spec.push is not None or spec.pull is not None)
     return RowCodecs(spec) if has else None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of splitmix64: Steele, Lea, Flood, Fast splittable pseudorandom number generators, 2014."""
+"""Constants of splitmix64: Steele, Lea and Flood, OOPSLA 2014."""
 
 Keys = npt.NDArray[np.int64]
 

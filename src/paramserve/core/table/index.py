@@ -11,20 +11,22 @@ from paramserve.core.table.hashing import Keys, new_secret
 from paramserve.core.table.memory import zeros
 
 PLACES = 1024
-"""Of an index at first."""
+"""Places of a new index."""
 FULL = (3, 4)
 """Keys in places, at most."""
 GROWTH = 2
-"""Of the number of places. With 3 / 2 there are 4 bytes less for each key on average, and to enter
-keys takes 1.6 times as long: twice as many entries move, and more requests meet full arrays."""
+"""Factor by which the number of places grows. With 3 / 2 there are 4 bytes less for each key on
+average, and to enter keys takes 1.6 times as long: twice as many entries move, and more requests
+meet full arrays."""
 MOVED_PER_KEY = 8
 """Entries that move for each key that is entered, and no more for a request that begins or ends a
 growth. All are moved when as many have come as an eighth of the old array has places: it was 6 in 8
 full, so it is at most 7 in 8 full by then."""
 OLD_FULL = (7, 8)
 KEY_BYTES_MAX = 64
-"""Of both arrays, for each key: 16 bytes a place, 4 in 3 places of the old array and 8 in 3 of the
-new one. Where no keys go, a sixth more have come by the time that all has moved: 55 bytes."""
+"""Bytes of both arrays, for each key: 16 bytes a place, 4 in 3 places of the old array and 8 in 3
+of the new one. Where no keys are removed, a sixth more have been added by the time that all has
+moved: 55 bytes."""
 MOVED_MIN = 1024
 """Entries that move at least: some 20 us."""
 
@@ -52,8 +54,8 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Of both arrays, without the part of the new one that nothing has moved to: its pages have
-        not been touched."""
+        """Bytes of both arrays, without the part of the new one that nothing has moved to: its
+        pages have not been touched."""
         moved = self._mark / self._old.shape[0] if self._moving else 1.0
         return int(self._new.nbytes * moved) + self._old.nbytes
 

@@ -100,7 +100,7 @@ def find(entries: Array, keys: Array, rows: Array, secret: int) -> int:
 
 @kernel
 def find_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: int) -> int:
-    """As `find`, while entries move."""
+    """Find the rows of keys, as `find`, while entries move."""
     n, absent = keys.size, 0
     for i in range(n):
         if i + AHEAD < n:
@@ -153,7 +153,7 @@ def insert(entries: Array, keys: Array, rows: Array, secret: int) -> None:
 
 @kernel
 def insert_moving(new: Array, old: Array, mark: int, keys: Array, rows: Array, secret: int) -> None:
-    """As `insert`, while entries move."""
+    """Insert keys with their rows, as `insert`, while entries move."""
     n = keys.size
     for i in range(n):
         if i + AHEAD < n:

@@ -111,17 +111,17 @@ def padded(nbytes: int) -> int:
 
 
 def gradient_bytes(rows: int, dim: int) -> int:
-    """Of the gradients of some rows: keys and values."""
+    """Bytes of the gradients of some rows: keys and values."""
     return (8 * rows + _LAST & -ALIGN) + (4 * rows * dim + _LAST & -ALIGN)
 
 
 def keys_bytes(rows: int) -> int:
-    """Of the keys of a read, and the places that the rows go to."""
+    """Bytes of the keys of a read, and of the places that the rows go to."""
     return (8 * rows + _LAST & -ALIGN) + (4 * rows + _LAST & -ALIGN)
 
 
 def records_bytes(rows: int, dim: int, width: int | None, idle: bool = False) -> int:
-    """Of whole rows, with `width` elements of state and the counts, or without them; with the
+    """Bytes of whole rows, with `width` elements of state and the counts, or without them; with the
     clocks since their last use, or without."""
     state = 0 if width is None else padded(4 * rows * width) + padded(4 * rows)
     return gradient_bytes(rows, dim) + state + (padded(8 * rows) if idle else 0)

@@ -20,7 +20,7 @@ from paramserve.messages import ALIGN
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Parts = list[list[int]]
-"""Of each shard: how many keys it has, and where its part of some memory begins, in bytes."""
+"""Keys of each shard, and the byte at which its part of some memory begins."""
 
 
 @cache

@@ -152,7 +152,7 @@ def find_distinct(keys: Array, table: Array, distinct: Array, numbers: Array, se
 
 @inlined
 def sum_rows(values: Array, numbers: Array, targets: Array, out: Array, elsewhere: bool) -> int:
-    """As `add_rows`."""
+    """Add values to the rows of `out` that they belong to, as `add_rows`."""
     values, out = borrowed(values), borrowed(out)
     base, there, row_bytes = values.ctypes.data, out.ctypes.data, values.shape[1] * 4
     few = values.shape[0] - targets.size <= values.shape[0] // FEW

@@ -35,7 +35,7 @@ CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 TILE = 64
 """Pairs of elements that are drawn together: they stay in the first-level cache."""
 AHEAD_BYTES = 2048
-"""Of rows that are asked for ahead of their use."""
+"""Bytes of rows that are prefetched ahead of their use."""
 
 FLOATS = types.Array(types.float32, 2, "C")
 WORDS = types.Array(types.uint32, 2, "C")
@@ -52,11 +52,11 @@ INITIAL = np.uint64(0x696E697469616C31)
 U16, U20, U32, U52 = (np.uint64(n) for n in (16, 20, 32, 52))
 LOW32 = np.uint64(0xFFFFFFFF)
 MANTISSA, ONE, TWO_TO_52 = (np.uint64(n) for n in ((1 << 52) - 1, 1023 << 52, 1075 << 52))
-"""Of a float64: its lower bits, 1.0, and 2**52, to which the lower bits add a whole number."""
+"""Lower bits of a float64, 1.0, and 2**52, to which the lower bits add a whole number."""
 LESS_THAN_ONE = 1.0 - 2.0**-33
 EXPONENT_OF_ONE = float((1 << 52) + 1023)
 A3, A5, A7, A9, A11, A13, A15, A17 = (1.0 / n for n in range(3, 18, 2))
-"""Of artanh s, to s**17."""
+"""Coefficients of the series of artanh s, to s**17."""
 S3, S5, S7, S9, S11, S13 = ((-1.0) ** (n // 2) / math.factorial(n) for n in range(3, 14, 2))
 C2, C4, C6, C8, C10, C12, C14 = ((-1.0) ** (n // 2) / math.factorial(n) for n in range(2, 15, 2))
 NEAREST_BFLOAT16, NEAREST_FLOAT16 = np.uint64(0x8000), np.uint64(0x80001000)
@@ -198,7 +198,7 @@ def gather(floats: Array, rows: Array, dim: int, positions: Array, out: Array) -
 
 @kernel
 def gather_half(words: Array, half: int, rows: Array, positions: Array, out: Array) -> int:
-    """As `gather`, of 16-bit values."""
+    """Gather rows of 16-bit values, as `gather`."""
     words, out = borrowed(words), borrowed(out)
     base, row_bytes, n = words.ctypes.data, words.shape[1] * 4, rows.size
     bytes_of_values = out.shape[1] * 2

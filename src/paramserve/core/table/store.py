@@ -27,7 +27,7 @@ Counts = npt.NDArray[np.uint32]
 Positions = npt.NDArray[np.int32]
 
 ROWS_MAX = 1 << 31
-"""Of one shard; the limit of its index is twice as high."""
+"""Most rows of one shard; the limit of its index is twice as high."""
 SWEPT_PER_KEY = 4
 """Rows past their TTL that a request removes for each of its keys."""
 SWEPT_MIN = 1024
@@ -87,7 +87,7 @@ class RowsTaken(NamedTuple):
     created: int
     """Rows that were made for this."""
     dropped: int
-    """Of a PUSH or DRAFT: keys, counted as often as they stand there, that have no row."""
+    """Keys of a PUSH or DRAFT that have no row, each counted as often as it occurs."""
 
 
 class RowWatcher(Protocol):
@@ -246,7 +246,7 @@ class RowStore:
         return rows.size
 
     def _find(self, keys: Keys, rows: Keys) -> int:
-        """As the index does, where rows past their TTL are gone."""
+        """Find rows as the index does, where rows past their TTL are removed."""
         if self._use is None or self._ttl is None:
             return self._index.find(keys, rows)
         before = self._clock - self._ttl
@@ -690,13 +690,13 @@ class UseOrder:
         return rows[:count]
 
     def used_before(self, rows: Keys, clock: int) -> Keys:
-        """Those of `rows` (-1 is left out) that were last used before a clock, each once."""
+        """Subset of `rows` (-1 is left out) last used before a clock, each once."""
         there = np.unique(rows[rows >= 0])
         late: Keys = there[self._links.array[there, 2] < clock << USES_OF_A_CLOCK]
         return late
 
     def numbers(self, rows: Keys) -> Keys:
-        """Of the last use of rows."""
+        """Numbers of the last use of rows."""
         uses: Keys = self._links.array[rows, 2]
         return uses
 

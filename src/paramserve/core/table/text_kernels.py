@@ -23,7 +23,7 @@ PRIME2 = np.uint64(0xC2B2AE3D27D4EB4F)
 PRIME3 = np.uint64(0x165667B19E3779F9)
 PRIME4 = np.uint64(0x85EBCA77C2B2AE63)
 PRIME5 = np.uint64(0x27D4EB2F165667C5)
-"""Of the specification."""
+"""Fifth prime of the XXH64 specification."""
 WORD = np.uint64(64)
 STRIPE = 32
 """Bytes that the four accumulators take in one round."""
