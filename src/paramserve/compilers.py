@@ -29,9 +29,9 @@ PROCESSES_MAX = 8
 KERNELS_EACH_MIN = 6
 """Kernels for each process: it needs as long as for some of them to import what it needs."""
 PROGRESS_S = 2.0
-"""Between two lines that say how far it is."""
+"""Seconds between two lines that say how far it is."""
 LAST_S = 30.0
-"""For what the other processes have begun when nothing else is left; then it is compiled here."""
+"""Seconds to wait for what other processes compile at last; then it is compiled here."""
 _NUMBER_BYTES = 2
 _PROGRAM = """\
 import os, sys
@@ -128,7 +128,7 @@ def _numbers(queue: IO[bytes]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _others(sets: Sequence[KernelSet], count: int, queue: IO[bytes]) -> Iterator[None]:
-    """So many other processes that compile meanwhile. They are ended where the block is left early,
+    """Run other processes that compile meanwhile. They are ended where the block is left early,
     and where they take too long for their last kernels."""
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -190,5 +190,5 @@ class _Progress:
 
 
 def in_words(count: int) -> str:
-    """So many kernels."""
+    """Count of kernels in words."""
     return f"{count} kernel{'s' if count != 1 else ''}"

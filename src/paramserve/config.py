@@ -28,7 +28,7 @@ class Limits(Struct, frozen=True):
     arena_bytes_max: int = 64 << 30
     """All arenas of one client, as mapped by one server."""
     arenas_max: int = 32
-    """Their number."""
+    """Most arenas of one client."""
     outstanding_max: int = 256
     """Requests of one client that one shard may hold unanswered."""
     clients_max: int = 4096
@@ -73,21 +73,21 @@ class Deadlines(Struct, frozen=True):
     loads (`load_tables`). As long as torch.distributed waits. A server that does not say which
     workers it waits for has `stall_s` more to do so."""
     start_s: float = 60.0
-    """From the launch of the processes until all servers are known."""
+    """Longest time from the launch of the processes until all servers are known."""
     stop_s: float = 1.0
-    """From the wish to stop until the processes that remain are killed."""
+    """Time from the wish to stop until the processes that remain are killed."""
     reconnect_s: float = 1.0
     """A broken connection to a server or the coordinator is tried again this long where no process
     listens, and for `stall_s` where there is no answer; then that is gone."""
     resend_s: float = 0.25
     """A shard repeats what the lead shard has not answered."""
     heartbeat_s: float = 1.0
-    """Between two heartbeats of a process; below `stall_s`."""
+    """Time between two heartbeats of a process; below `stall_s`."""
     stall_s: float = 15.0
-    """Without a heartbeat for this long, a process counts as dead."""
+    """Longest time without a heartbeat: after it a process counts as dead."""
     lost_s: float = 3.0
-    """Without a sign of life from the kernel of another host for this long, the host counts as
-    lost, and all its processes with it."""
+    """Longest time without a sign of life from the kernel of another host: after it the host counts
+    as lost, and all its processes with it."""
     restart_s: float = 60.0
     """A worker that is being restarted is waited for this long under Sync."""
     retire_s: float = 60.0
@@ -142,11 +142,11 @@ class Credentials(Struct, frozen=True):
     tls: TLS | None = None
 
     def __repr__(self) -> str:
-        """Without the secret: it must be in no log."""
+        """Representation without the secret: it must be in no log."""
         return f"Credentials(tls={self.tls is not None})"
 
     def encode(self) -> bytes:
-        """For an engine, which hands it to the processes that it starts."""
+        """Credentials for an engine, which hands them to the processes that it starts."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
@@ -196,7 +196,7 @@ class Resumed(Struct, frozen=True):
     """A checkpoint that a run goes on from, when it does."""
 
     clocks: dict[str, int]
-    """By group."""
+    """Clock of each group."""
     age_s: float
     nbytes: int
     pause_s: float
@@ -332,7 +332,7 @@ def check_settings(name: str, value: Settings | None, kind: type[Settings]) -> S
 
 
 def check_restart(deadlines: Deadlines) -> None:
-    """For runs that restart workers.
+    """Check the deadlines of a run that restarts workers.
 
     Raises:
         ValueError: the others would not wait as long as a restart may take.

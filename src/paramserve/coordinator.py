@@ -60,8 +60,8 @@ logger = logging.getLogger("paramserve")
 TICK_S = 0.1
 """How often deadlines of waiting calls are looked at."""
 PAUSE_S = 0.5
-"""Without a step for this much longer than `TICK_S`, the process did not run: it was stopped, or
-something held its loop up."""
+"""Seconds, more than `TICK_S`, without a step after which the process did not run: it was stopped,
+or something held its loop up."""
 
 _decode = decoder(CoordinatorRequest | CoordinatorNotice | ServerEnds).decode
 

@@ -60,7 +60,7 @@ def config_text(config: CoordinatorConfig | ServerConfig) -> str:
 
 
 def stacks() -> str:
-    """Where each thread of this process is."""
+    """Stack of each thread of this process."""
     names = {each.ident: each.name for each in threading.enumerate()}
     parts = []
     for number, frame in sys._current_frames().items():

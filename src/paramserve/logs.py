@@ -162,7 +162,7 @@ class JSONFormatter(logging.Formatter):
 
 
 def _utc(seconds: float) -> str:
-    """Such as 2026-11-24T00:46:48.123Z."""
+    """Time in UTC, such as 2026-11-24T00:46:48.123Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
 

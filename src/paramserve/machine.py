@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Where this process's limits lie: its cgroup and those around it, of v2 and of v1."""
+    """Folders of this process's limits: its cgroup and those around it, of v2 and of v1."""
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
             _, _, rest = line.partition(":")

@@ -1,4 +1,4 @@
-"""Whose a folder of checkpoints is: the run that writes there holds `owner.json`.
+"""Ownership of a folder of checkpoints: the run that writes there holds `owner.json`.
 
 Where files can be locked, the lock ends with the process that has it. A store without locks has
 beats in their place: the process that holds the file counts in it again and again, and who finds it
@@ -29,15 +29,15 @@ CLAIM_S = 3.0
 """How long an owner that may be ending is waited for: children of a killed driver end with it."""
 CLAIM_POLL_S = 0.05
 BEAT_S = 3.0
-"""Between two beats of an owner that has no lock."""
+"""Seconds between two beats of an owner that has no lock."""
 SILENT_S = 4 * BEAT_S
 """An owner without a beat for this long is dead."""
 BEAT_POLL_S = 0.5
 SETTLE_S = 1.0
-"""After a claim, until it is seen whose it is: two runs may claim a folder at once, and the last
-one has it. As long as a small object takes to be put, many times over."""
+"""Seconds after a claim until it is read whose it is: two runs may claim a folder at once, and the
+last one has it. As long as a small object takes to be put, many times over."""
 END_S = 10.0
-"""For a beat under way, at the end."""
+"""Seconds that a beat under way may take at the end."""
 UNUSABLE = "the folder of checkpoints cannot be used"
 
 Check = Callable[[], None]
@@ -54,7 +54,7 @@ class Owner(Struct, frozen=True, omit_defaults=True):
     beat: int = 0
     """Counts while it lives, where there are no locks."""
     ended: bool = False
-    """It ended in order, where there are no locks."""
+    """True: the owner ended in order; only where there are no locks."""
 
 
 def owner_of(storage: Storage) -> Owner | None:

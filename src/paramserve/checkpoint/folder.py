@@ -410,7 +410,7 @@ class Folder:
 
 
 def answer_probe(storage: Storage, nonce: str, server: int) -> None:
-    """On a server: see that the folder is the coordinator's, and that files can be written there.
+    """See, on a server, that the folder is the coordinator's and can be written to.
 
     Raises:
         CheckpointError: it is another folder, or not to be written to.

@@ -27,7 +27,7 @@ PART_BYTES = 8 << 20
 NAME_MAX = 100
 """Characters of a file's name that come from a group or table."""
 SAFE = " ()[]+=,@"
-"""In the names of files, with lower case letters, digits and "_.-~"."""
+"""Characters of file names besides lower case letters, digits and "_.-~"."""
 LEAD = "manifest-"
 RESIDUALS = "residuals"
 _HASH = b',"hash":"'
@@ -85,7 +85,7 @@ class Cut(Struct, frozen=True, kw_only=True):
     workers: int = 0
     seed: int | None = None
     clocks: dict[str, int] = {}
-    """By group."""
+    """Clock of each group."""
     updates: int = 0
     """Updates applied to all groups, as the shards count them."""
     blocks: tuple[BlockSpec, ...] = ()
@@ -107,7 +107,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     number: int
     name: str
     run: str
-    """That wrote it."""
+    """Run that wrote it."""
     writer: str
     """Version of paramserve."""
     created_s: float
@@ -115,7 +115,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     cut: Cut
     files: tuple[Written, ...]
     layers: dict[str, tuple[tuple[str, ...], ...]] = {}
-    """By table: the files of all rows, then those of each increment, in order."""
+    """Files of all rows of each table, then those of each increment, in order."""
 
     @property
     def nbytes(self) -> int:

@@ -71,7 +71,7 @@ class ObjectStore(Storage):
         self.filesystem = filesystem
         self._root = root.rstrip("/")
         self._listed = dict[str, dict[str, list[_Object]]]()
-        """By folder, the objects of each file, as they were seen last."""
+        """Objects of each file, by folder, as they were seen last."""
         self._folders = set[str]()
 
     def full(self, path: str) -> str:
@@ -251,7 +251,7 @@ class _Staged(_ObjectFile):
         with _staging():
             self._file = tempfile.TemporaryFile(prefix="paramserve-checkpoint-")  # noqa: SIM115
         self._written: list[tuple[int, int]] = []
-        """From where to where."""
+        """Ranges written, each from where to where."""
 
     def write(self, offset: int, data: memoryview) -> int:
         with _staging():

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 Plain = Any
 """A tree of the types above."""
 Arrays = dict[str, tuple[str, Array]]
-"""By name: dtype (a key of `tensors.KINDS`) and elements."""
+"""Dtype (a key of `tensors.KINDS`) and elements of each array, by name."""
 
 TENSORS = ".safetensors"
 DEPTH_MAX = 64
@@ -40,7 +40,7 @@ PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
 BUILDERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {each.__qualname__: each for each in PLAIN} | {"Size": tuple}
 )
-"""By that name, what makes it again. torch.Size is a tuple where there is no torch."""
+"""Builders by class name. torch.Size is a tuple where there is no torch."""
 FIX = (
     "save numbers, text, arrays, tensors, and lists and dicts of them: of an object, what its "
     "state_dict() or its fields hold"

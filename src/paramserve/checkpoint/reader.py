@@ -47,7 +47,7 @@ from paramserve.messages import BlockSpec
 Array = npt.NDArray[Any]
 
 THREADS = 2
-"""That read and hash at once: one waits for the disk while the other hashes."""
+"""Threads that read and hash at once: one waits for the disk while the other hashes."""
 APART_BYTES = 4 << 20
 """Less than this is read by the caller's thread alone."""
 SLICE_BYTES = 64 << 20

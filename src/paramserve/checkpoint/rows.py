@@ -49,11 +49,11 @@ class Section(NamedTuple):
     rows: int
     """How many."""
     columns: Mapping[str, Column]
-    """Without the key."""
+    """Columns without the key."""
 
 
 def places(keys: Keys) -> npt.NDArray[np.uint32]:
-    """Where keys stand in the order of a file; keys of one place may come in any order."""
+    """Places of keys in the order of a file; keys of one place may come in any order."""
     return (hashes(keys) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
 
 

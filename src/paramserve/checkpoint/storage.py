@@ -95,7 +95,7 @@ class Storage(ABC):
     """A folder. Every call may raise `OSError`."""
 
     where: str
-    """For errors."""
+    """Path or URL, for errors."""
     locks: ClassVar[bool] = True
     """Whether a file can be locked."""
     shared: ClassVar[str] = "name a folder that driver and servers all see under this path"

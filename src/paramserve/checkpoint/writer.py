@@ -46,13 +46,12 @@ class _Output:
         self._size = size
         self._storage = storage
         self._what = what
-        """For errors: what was not done."""
+        """What was not done, for errors."""
         self._parts: list[Part] = []
         self._written = self._synced = 0
 
     def share(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Before the first write to a file that other processes write to as well: see that what
-        they write stays.
+        """See, before the first write to a shared file, that the bytes of others stay.
 
         Args:
             ranges: of bytes that are written here, none of which others write.
@@ -120,7 +119,7 @@ class DenseFile:
     ) -> None:
         self._output = output
         self._gaps: dict[int, tuple[int, int, Tensor]] = {}
-        """By block: where its next elements go, where its range ends, and its first tensor."""
+        """Place of the next elements, end of the range and first tensor, by block."""
         for block in in_order(blocks):
             low, high = block.cuts[shard], block.cuts[shard + 1]
             first = whole.tensors[block.pieces[0].name]
@@ -182,7 +181,7 @@ class TableFile:
         self._chunks = {section: list[Chunk]() for section in sections}
         self._done = dict.fromkeys(sections, 0)
         self._last = dict.fromkeys(sections, 0)
-        """By section, the place of its last row."""
+        """Place of the last row of each section."""
 
     def write(self, section: str, batch: Mapping[str, Array]) -> None:
         """Write the next rows of a section with their keys, in the order of `rows.in_order`.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paramserve.messages import DebugReport
 
 ANSWER_S = 5.0
-"""For each process."""
+"""Seconds for the answer of each process."""
 
 
 def ask_process(

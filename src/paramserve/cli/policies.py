@@ -26,7 +26,7 @@ SHORT: Mapping[str, tuple[str, str]] = MappingProxyType(
         "elastic": ("ElasticAverage", "rho"),
     }
 )
-"""By short name: the policy, and the field that a value without a name is for."""
+"""Policy by short name, and the field that a value without a name is for."""
 POLICY_HELP = (
     f"{', '.join(SHORT)}, with a value as in bounded:4 or sync:backup=1, or as in Python: "
     "'Async(damping=Inverse(0.1), drop_after=20)'."

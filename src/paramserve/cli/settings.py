@@ -22,7 +22,7 @@ EPILOG = (
     "Each deadline and limit is an option, too, such as --stall-s 30 or --clients-max 8192: "
     "--show-config lists them all."
 )
-"""For the end of a command's help."""
+"""End of a command's help."""
 
 
 class Setting(click.ParamType):  # type: ignore[type-arg]  # click 8.1's has none

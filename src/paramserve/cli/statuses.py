@@ -8,7 +8,7 @@ WRONG_ARGUMENT = 2
 TIMED_OUT = 124
 """`serve --timeout` is over; as of timeout(1)."""
 INTERRUPTED = 130
-"""After Ctrl-C, as shells count it."""
+"""Exit status after Ctrl-C, as shells count it."""
 
 
 def status_of(error: BaseException) -> int:

@@ -20,7 +20,7 @@ from paramserve.core.client_session import Operation
 from paramserve.messages import Saved, Step
 
 NOT_LEASED = (0, 0)
-"""In place of the mark of a call without leased samples."""
+"""Mark of a call without leased samples."""
 
 
 class Prepared(Struct, frozen=True, eq=False):
@@ -37,7 +37,7 @@ class Prepared(Struct, frozen=True, eq=False):
     saved: tuple[Saved, ...] = ()
     """What it tells of what the worker has saved."""
     encoded: Mapping[int, Encoded] = {}
-    """By block, those of its gradients that a codec has encoded."""
+    """Encoded gradients by block."""
 
 
 def stepping(parts: Sequence[StepParts]) -> list[StepParts]:

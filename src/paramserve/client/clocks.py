@@ -29,7 +29,7 @@ class ClientClocks:
         self.clocks: dict[str, int] = {}
         self.membership = ClientMembership(self.collects_now, self.waits_now)
         self.missed_by: dict[str, int] = {}
-        """By group: clocks that this client had no part in, as the others went on without it."""
+        """Clocks of each group that the others ended without this client."""
         self.retiring = False
         """Whether the run wants this worker to end."""
         self.clock_read = False

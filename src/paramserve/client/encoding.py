@@ -84,19 +84,19 @@ class Encoder:
         self._groups: dict[str, tuple[int, int]] = {}
         """Bytes sent and plain, for each group."""
         self._blocks: dict[int, Block] = {}
-        """By number: those that have, or had, a residual."""
+        """Blocks by number that have, or had, a residual."""
         self._residuals: dict[int, Floats] = {}
-        """By block: of the gradients that were answered."""
+        """Residual of each block's answered gradients."""
         self._unanswered: dict[int, list[Encoded]] = {}
-        """By block: in the order in which they were sent, and behind them what is about to be."""
+        """Unanswered gradients by block, in the order sent, and behind them what is about to be."""
         self._newest_flush: tuple[int, ...] = ()
         """The newest `Done.flush`."""
         self._flushed = 0
         """The number of the one that was sent last, unless a shard has not applied it."""
         self._free: dict[int, list[Floats]] = {}
-        """By block: memory for one more change, or for what is to be encoded."""
+        """Free memory by block, for one more change or for what is to be encoded."""
         self._pushes: dict[int, tuple[int, int]] = {}
-        """By block: the clock of the last push, and how many there were in it before."""
+        """Clock of each block's last push, and how many there were in it before."""
         self._lock = threading.Lock()
         """Guards the residuals: any thread may read an answer."""
 

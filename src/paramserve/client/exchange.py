@@ -64,7 +64,7 @@ __all__ = ["WINDOW", "Connect", "Exchange", "Slot", "answers_by_shard", "copy_er
 logger = logging.getLogger("paramserve")
 
 RECONNECT_PAUSE_S = 0.01
-"""Before a broken link is made anew: no tight loop around a server that refuses."""
+"""Seconds before a broken link is made anew: no tight loop around a server that refuses."""
 
 _decode = decoder(ShardReply).decode
 is_complete: Callable[[Operation], bool] = attrgetter("complete")
@@ -77,7 +77,7 @@ class Question:
     def __init__(self, asks: Inquire | AskReport) -> None:
         self.asks = asks
         self.answers: dict[int, Waiting | ServerBeat] = {}
-        """By shard."""
+        """Answers by shard."""
 
     def take(self, shard: int, answer: Waiting | ServerBeat) -> None:
         """Keep what a shard has said, if it answers this question."""
@@ -210,7 +210,7 @@ class Exchange(Links):
         return self._hello.rank == NO_RANK and not any(s.session.outstanding for s in self.shards)
 
     def refresh(self) -> bool:
-        """Before a call: make links anew that have ended while the client was idle.
+        """Connect links again, before a call, that have ended while the client was idle.
 
         Returns:
             False: a shard has forgotten the client meanwhile; see `begin_anew`.
@@ -419,7 +419,7 @@ class Exchange(Links):
     # --- interrupts --------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Before the links are used: whether this exchange is closed, or was interrupted.
+        """Break off links that an interrupted call has used, before they are used again.
 
         A call that was interrupted while it used a link may have left half a frame there: that
         link is broken off, and what is unanswered is sent again on the next one.
@@ -437,7 +437,7 @@ class Exchange(Links):
             self._shards_being_sent.clear()
 
     def check_whole(self) -> None:
-        """Before the owner begins a call: whether an earlier one left `interrupted_in` set.
+        """Refuse a call where an earlier one left `interrupted_in` set.
 
         Raises:
             ClientClosed: it did.

@@ -38,9 +38,9 @@ class Gradients:
         self._refuses = refuses
         self._rank = rank
         self.caller_slots: dict[int, tuple[Slot, Array]] = {}
-        """By block: what `slot` has given out, with the slot; until the number of its step."""
+        """Memory that `slot` has given out, by block, with the slot, until its step is numbered."""
         self._lent: dict[int, Filling] = {}
-        """By block: the slot whose pieces `lend` gives out."""
+        """Slot of each block whose pieces `lend` gives out."""
 
     # --- by block ----------------------------------------------------------------------------
 

@@ -79,9 +79,9 @@ class Keyed:
         self._lock = connection.lock
         self._client = client
         self._labels: dict[int, Labels] = {}
-        """By table's block."""
+        """Labels by table's block."""
         self._good_hyper: dict[int, Hyper] = {}
-        """By table's block: hyper-parameters that were found good last."""
+        """Hyper-parameters found good last, by table's block."""
 
     def labels_of(self, block: Block) -> Labels | None:
         """The strings of a table's keys; None: it was defined without."""

@@ -63,9 +63,9 @@ have at most half as much again as is in use at once. What slots of other sizes 
 between them comes on top, since no slot moves: less than another half in all but a few orders."""
 FIRST_ARENA_BYTES = 1 << 20
 TRIM_TAKES = 1024
-"""After so many takes, arenas are given back that were not needed for them."""
+"""Takes after which arenas are given back that were not needed for them."""
 TRIM_TRIES = 16
-"""So often more, at the next takes, if just then a small slot was taken in a large arena."""
+"""Takes more, if just then a small slot was taken in a large arena."""
 WINDOW = 4
 """Calls of this client that one shard may have unanswered."""
 REQUESTS = 256
@@ -174,7 +174,7 @@ class ReachedShard:
         self.farewell: ParamServeError | None = None
         """Why its server has ended the link, where a send has found that."""
         self.mute_since: float | None = None
-        """Since when it listens, and does not answer those who connect again."""
+        """When it began to listen without answering those that connect again."""
 
 
 class Links:
@@ -194,9 +194,9 @@ class Links:
         allocate: Allocate,
     ) -> None:
         self.blocks: dict[int, Block] = {}
-        """By id: what the parts of a request are measured by."""
+        """Blocks by id: what the parts of a request are measured by."""
         self.requests = max(window, min(REQUESTS, limits.outstanding_max))
-        """That one shard may have unanswered."""
+        """Most requests that one shard may have unanswered."""
         self.shards = [
             ReachedShard(k, each, session(k, window, self.requests))
             for k, each in enumerate(joined.servers)
@@ -244,7 +244,7 @@ class Links:
         self._by_fileno: dict[int, ReachedShard] = {}
         self._wake_s = timing.wake_s()
         self._pollings: dict[Hashable, AdaptivePolling] = {}
-        """By kind of wait."""
+        """Polling by kind of wait."""
         self._down: set[int] = set()
         """Shards whose link is broken and not yet made anew."""
         self._failure: ParamServeError | None = None

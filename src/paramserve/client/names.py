@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 INT64, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 NAMES_KEPT_MAX = 1 << 16
-"""In all selections together that are kept for the next call."""
+"""Most names in all selections together that are kept for the next call."""
 SELECTION_NAMES = 8
 """A selection counts for so many names more than it has: a small one takes as much memory."""
 SMALL_BYTES = 32 << 10
@@ -280,13 +280,13 @@ class Part(Struct, frozen=True, eq=False):
 
     block: Block
     pieces: tuple[NamedPiece, ...]
-    """In the block's order."""
+    """Pieces in the block's order."""
     places: tuple[int, ...]
     """Positions of the block's tensors among the call's names."""
     span: slice | None
     """The same, if they lie side by side in this order."""
     active: tuple[int, ...] | None
-    """Their indices; None: all of the block's."""
+    """Indices of the pieces; None: all of the block's."""
     indices: tuple[int, ...]
     small: bool
     """Whether each has at most `SMALL_BYTES`."""

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from paramserve.client.client import Client
 
 TELL_S = 1.0
-"""After so long without an answer the next exchange asks anew. None waits for one: a coordinator
-that is away for a moment holds no training up."""
+"""Seconds without an answer after which the next exchange asks anew. None waits for one: a
+coordinator that is away for a moment holds no training up."""
 SMOOTHING = 0.3
 """Weight of the newest steps in the mean time of a step: about the last 3 exchanges count."""
 

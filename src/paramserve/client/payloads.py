@@ -84,7 +84,7 @@ class Payloads:
         self.read_bytes: dict[str, tuple[int, int]] = {}
         """Bytes as sent and as they are, for each group whose values arrived encoded."""
         self._readers: dict[tuple[int, int], DeltaReader] = {}
-        """By block and shard: what it has of values that come as what has changed."""
+        """Reader by block and shard: what it has of values sent as differences."""
 
     def inline(self, shard: int, message: ShardRequest, payload: Outgoing) -> ShardRequest:
         """Copy of a request with its bytes in the frame instead of an arena.

@@ -74,7 +74,7 @@ class RowCache:
         """Rows of the cache that are free again."""
         self._hand = 0
         self._versions: dict[int, list[int]] = {}
-        """By clock: the lowest versions that copies of it were read at."""
+        """Lowest versions, by clock, that copies of it were read at."""
         self._hits, self._misses = 0, 0
 
     @property

@@ -34,7 +34,7 @@ class RowEncoder:
         self._rank = rank
         self._links = links
         self._pushes: dict[int, int] = {}
-        """By block."""
+        """Pushes by block."""
 
     def encoded(self, push: RowPush) -> RowPush:
         """Encode the gradients of a push in a slot of their own; the push's slot is released, also

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 NOT_READ = 1 << 62
-"""In place of the version of a shard that none of the rows is on: above any, so that nothing is
+"""Version instead of that of a shard that none of the rows is on: above any, so that nothing is
 stale there."""
 NO_ROWS: Array = np.empty((0, 0), np.float32)
 PREFETCHED_MAX = 64
@@ -123,7 +123,7 @@ class ReadVersions:
         self._lowest, self._learned = lowest, learns
 
     def pushed(self) -> list[int]:
-        """For a push; what is read from now on is for the next one. Empty: nothing was read yet."""
+        """Versions for a push; later reads are for the next one. Empty: nothing was read yet."""
         self._learned = False
         return list(self._lowest)
 
@@ -145,9 +145,9 @@ class RowReads:
         self._prefetched: dict[int, deque[RowRead]] = {}
         self._caches: dict[int, RowCache] = {}
         self._under_way: dict[int, WeakSet[RowRead]] = {}
-        """By block, where copies are kept and go when they are pushed to."""
+        """Reads under way by block, where copies are kept and dropped when they are pushed to."""
         self._read_versions: dict[int, ReadVersions] = {}
-        """By group."""
+        """Versions read, by group."""
 
     # --- one read --------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class RowPush(Struct, frozen=True, eq=False):
 
     block: Block
     headers: tuple[Gradient, ...]
-    """For each shard."""
+    """Header for each shard."""
     slot: Slot
     bad: int
     """The number of a row that is not finite, or -1."""
@@ -50,7 +50,7 @@ class RowPull(Struct, frozen=True, eq=False):
 
     block: Block
     places: tuple[ReadTarget, ...]
-    """For each shard."""
+    """Target for each shard."""
     slot: Slot
     """Memory of the keys, and of the rows behind them."""
     start: int
@@ -63,10 +63,10 @@ class NamedKeys(Struct, frozen=True, eq=False):
     """Keys of one table that requests name."""
 
     requests: list[ShardRequest]
-    """For each shard."""
+    """Request for each shard."""
     slot: Slot
     answers: list[tuple[Array, Array]]
-    """For each shard, which of the keys it is asked for, and what it leaves behind them, uint8."""
+    """Keys asked of each shard, and what it leaves behind them, uint8."""
 
 
 class Lent(np.ndarray[Any, Any]):

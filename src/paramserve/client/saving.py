@@ -159,7 +159,7 @@ class Saving:
 
     @property
     def stepping(self) -> list[str]:
-        """For a function that is asked: the groups whose clocks end with the step."""
+        """Groups whose clocks end with the step, for a function that is asked."""
         return [each.block.group_name for each in self._parts if each.options.tick]
 
     def due(self, parts: Sequence[StepParts]) -> tuple[Saved, ...]:

@@ -22,9 +22,9 @@ class Staged:
     weight: float | None = None
     """What was said of the step."""
     gradients: dict[int, Filling] = field(default_factory=dict)
-    """By block."""
+    """Gradients by block."""
     rows: list[CheckedRows] = field(default_factory=list)
-    """Where the group is a table."""
+    """Rows, where the group is a table."""
     tickets: list[Ticket] = field(default_factory=list)
 
 
@@ -33,7 +33,7 @@ NOTHING_STAGED = Staged()
 
 
 class Staging(dict[str, Staged]):
-    """By group, what waits for its tick."""
+    """Pushes by group that wait for its tick."""
 
     def check_same_weight(self, group: str, weight: float | None) -> None:
         """Refuse another weight than was said before of a group's step under way."""

@@ -94,7 +94,7 @@ class Filling(Struct, eq=False, gc=False):
     flat: Array
     """The slot as the block's array."""
     lent: dict[int, Array] | None = None
-    """By piece: what the caller was given to write its gradient to, and has not pushed yet."""
+    """Memory by piece that the caller was given for its gradient, and has not pushed yet."""
     staged: frozenset[int] = frozenset()
     """Pieces whose gradients lie in it."""
     largest: float = 0.0
@@ -147,9 +147,10 @@ class StepParts(Struct, frozen=True, eq=False):
     within it closes the client."""
 
     def order(self) -> tuple[bool, int]:
-        """In which all clients send the parts of a call: tables first, then by group. A shard runs
-        a client's requests one after the other, so two workers whose steps come in different orders
-        could wait for each other's second one, for ever."""
+        """Sort key of a call's parts, the same for all clients: tables first, then by group.
+
+        A shard runs a client's requests one after the other, so two workers whose steps come in
+        different orders could wait for each other's second one, for ever."""
         return self.block.table is None, self.block.group
 
     @property

@@ -273,8 +273,9 @@ class Steps(ClientClocks):
         *,
         reads: bool = False,
     ) -> None:
-        """Before anything is captured or sent: raise what was not read, and wait for room, with
-        None as long as `wait` does.
+        """Raise unread errors and wait for room, before anything is captured or sent.
+
+        `timeout_s` None waits as long as `wait` does.
 
         Args:
             requests: of the call, to each shard.

@@ -19,12 +19,12 @@ from paramserve.messages import OpenCollective
 INQUIRE_S = 1.0
 """How long a wait that has failed may take to find out who is missing."""
 SAY_S = 10.0
-"""After this long a wait says once for whom it is, and for how long."""
+"""Seconds after which a wait says once for whom it is, and for how long."""
 LOOK_S = 5.0
-"""From then on, how often is looked whether those that a step waits for wait for this rank: longer
-than a call of theirs stands at the coordinator after it was interrupted."""
+"""Seconds between two looks whether those that a step waits for wait for this rank: longer than a
+call of theirs stands at the coordinator after it was interrupted."""
 RANKS_SHOWN_MAX = 8
-"""In one line."""
+"""Most ranks in one line."""
 READS = ("pull", "fetch", "snapshot")
 TIMEOUTS: dict[str, type[Timeout]] = {"define": DefineTimeout} | dict.fromkeys(READS, PullTimeout)
 """What is raised when an answer is late; for all else `PushTimeout`."""
@@ -39,7 +39,7 @@ KNOBS = {
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Such as "rank 0, rank 3"."""
+    """Ranks in words, such as "rank 0, rank 3"."""
     more = len(numbers) - RANKS_SHOWN_MAX
     listed = ", ".join(f"rank {each}" for each in numbers[:RANKS_SHOWN_MAX])
     return f"{listed} and {more} more" if more > 0 else listed

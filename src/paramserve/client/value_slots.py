@@ -22,8 +22,8 @@ class ValueSlots:
         self._exchange = exchange
         self._shards = len(exchange.shards)
         self._viewed: dict[int, Slot] = {}
-        """By block: values that a caller was given to look at, until the block is next read by
-        name: into the same slot."""
+        """Values by block that a caller was given to look at, until the block is next read by name:
+        into the same slot."""
 
     def take(self, parts: StepParts, values: list[Slot]) -> list[tuple[Block, Slot]]:
         """Slots for the values of blocks that are read.

@@ -76,7 +76,7 @@ class Codec(ABC):
 
     @property
     def name(self) -> str:
-        """On the wire: the class's."""
+        """Name of the class, as on the wire."""
         return type(self).__name__
 
     @property

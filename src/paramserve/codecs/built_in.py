@@ -198,7 +198,7 @@ class Int4(Integers):
 
 
 BFLOAT16_INF = 0x7F80
-"""Its bits; those of negative numbers, of Inf and of NaN are no less."""
+"""Bits of infinity; those of negative numbers, of Inf and of NaN are no less."""
 
 
 @dataclass(frozen=True)

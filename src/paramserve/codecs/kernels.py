@@ -79,7 +79,7 @@ def hashed(seed: Any, i: Any) -> Any:
 
 @inlined
 def noise(seed: Any, i: Any) -> Any:
-    """In [-0.5, 0.5)."""
+    """Noise in [-0.5, 0.5)."""
     return np.float32(np.int32(U(hashed(seed, i) >> U(8)))) * UNIT - HALF
 
 
@@ -105,8 +105,8 @@ def largest_of(values: Array) -> Any:
 
 @inlined
 def steps_of(largest: Any, levels: Any) -> Any:
-    """By what to multiply, so that `largest` becomes so many levels; 0 where that would overflow:
-    then all are 0, as they are to within 2**-120."""
+    """Factor by which `largest` becomes so many levels; 0 where that would overflow: then all are
+    0, as they are to within 2**-120."""
     factor = levels / largest if largest > ZERO else ZERO
     return factor if factor < np.float32(np.inf) else ZERO
 

@@ -18,7 +18,7 @@ class Push(NamedTuple):
     """A gradient that has arrived."""
 
     worker: int
-    """Its rank; -1: of a client that belongs to no rank."""
+    """Rank of the worker; -1: of a client that belongs to no rank."""
     clock: int
     """Steps that the worker had finished before."""
     staleness: int

@@ -520,5 +520,5 @@ class ElasticAverage(Policy):
 
 
 OWN_STEPS = (LocalSteps, AsyncLocalSteps, ElasticAverage)
-"""Under these `worker.optimizer` has the workers' own optimizers step, and exchanges after some of
-their steps."""
+"""Policies under which `worker.optimizer` has the workers' own optimizers step, and exchanges after
+some of their steps."""

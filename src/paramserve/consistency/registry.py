@@ -241,7 +241,7 @@ def terms(described: ConsistencySpec) -> PolicyTraits:
 
 
 class Registered(NamedTuple):
-    """By name: what servers may run besides what is built in."""
+    """Registered classes by name: what servers may run besides what is built in."""
 
     rules: Mapping[str, type[Any]] = NO_RULES
     policies: Mapping[str, Any] = NONE

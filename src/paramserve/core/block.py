@@ -266,7 +266,7 @@ class ShardBlock(ShardStorage):
         _ = self.scratch
 
     def view_at(self, whole: Bytes | None, arena: int, offset: int) -> Array:
-        """Its part of an arena, [elements on this shard]; as `Placed.view_at`."""
+        """View of its part of an arena, [elements on this shard]; see `Placed.view_at`."""
         return self.part(self.dtype, whole, arena, offset)
 
     def part(self, dtype: np.dtype[Any], whole: Bytes | None, arena: int, offset: int) -> Array:

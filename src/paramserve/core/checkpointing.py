@@ -42,13 +42,13 @@ from paramserve.messages import (
 )
 
 TAKE_LIMIT_S = FLUSH_LIMIT_MAX_S + 300.0
-"""For memory, a flush and the cut: the servers touch 1 GB of memory in a second, and shard 0 gives
-a cut up 30 s after its flush."""
+"""Longest time for memory, a flush and the cut: the servers touch 1 GB of memory in a second, and
+shard 0 gives a cut up 30 s after its flush."""
 WRITE_LIMIT_S = 300.0
 """A checkpoint is given up when no server has written anything for this long. What the system has
 not written to the disk by the end of a file, its sync waits for: a part of the memory."""
 RETRY_S = 30.0
-"""After a checkpoint that failed the next one is tried, at the latest."""
+"""Longest time until the next checkpoint is tried after one that failed."""
 LOOK_AT_SERVERS = "look at the output of the servers and of the coordinator"
 
 
@@ -139,11 +139,11 @@ class _UnderWay:
     stage: _Stage = _Stage.CUTTING
     cut: CutTaken | None = None
     blocks: tuple[int, ...] = ()
-    """That are saved."""
+    """Blocks that are saved."""
     name: str = ""
     parts: dict[int, CutWritten] = field(default_factory=dict)
     bytes_written: dict[int, int] = field(default_factory=dict)
-    """By server, as it has told last."""
+    """Bytes by server, as it has reported last."""
 
 
 class _Call(NamedTuple):
@@ -169,7 +169,7 @@ class Checkpointing:
         self.notices: list[tuple[int, ServerNotice]] = []
         """What to tell which shard's server."""
         self.work: list[FileWork] = []
-        """On files, to be done in this order."""
+        """Work on files, to be done in this order."""
         self.ended: list[CheckpointReport] = []
         """How things stand after each checkpoint that is over."""
         self._plan = plan
@@ -202,7 +202,7 @@ class Checkpointing:
         """The clock of the slowest worker, as told last, and then."""
         self._retry_at: float | None = None
         self._calls: dict[tuple[int, int], _Call] = {}
-        """By connection and call."""
+        """Calls by connection and number."""
         self._last_event: FilesFailed | ServersSeen | None = None
         """Whether the servers see the folder; None: that is not known yet."""
         self._looks = False

@@ -21,7 +21,7 @@ from paramserve.core.partition import Block
 LATE = 0
 """The suspension of groups that were there before the rank."""
 UNNUMBERED = -1
-"""That of groups that were to follow one which the rank has suspended: it may rest in that one
+"""Number of groups that were to follow one which the rank has suspended: it may rest in that one
 alone."""
 
 
@@ -63,8 +63,7 @@ class ClientMembership:
         """Groups in which shards may not know of a suspension: that was interrupted, if it is not
         under way."""
         self._lead: dict[str, int] = {}
-        """By group where it is further on than in its round: its next steps there that end no
-        clock."""
+        """Lead over its round, by group: its next steps there that end no clock."""
         self._resuming = False
         """Whether it goes on for an older incarnation, which may have ended between two groups."""
         self._join_unconfirmed: Joining | None = None

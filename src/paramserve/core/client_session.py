@@ -229,7 +229,7 @@ class ClientSession:
         return answered
 
     def to_resend(self) -> list[ShardRequest]:
-        """After a new connection: everything unanswered, in order, with its old number.
+        """Unanswered requests for a new connection, in order, each with its old number.
 
         Gradients may have been written to since: a step does not say any more that they were
         looked at.
@@ -246,7 +246,7 @@ class ClientSession:
 
 
 def _order(message: ShardRequest) -> tuple[int, int]:
-    """In which requests were sent: a read behind the numbered one that came before it."""
+    """Order in which requests were sent: a read behind the numbered one that came before it."""
     return (message.behind, message.seq) if type(message) is Read else (message.seq, 0)
 
 
@@ -260,7 +260,7 @@ class Pooled(Protocol):
     """What a pool gives out."""
 
     own: ref[Any]
-    """To itself; the pool sets it."""
+    """Reference to itself; the pool sets it."""
 
 
 S = TypeVar("S", bound=Pooled)
@@ -292,9 +292,9 @@ class SlotPool(Generic[S]):
         self.peak = 0
         self._make = make
         self._free = defaultdict[int, list[S]](list)
-        """By size."""
+        """Free slots by size."""
         self._gaps: dict[int, list[tuple[int, int]]] = {}
-        """By arena: begin and end of what is free and no slot, in order."""
+        """Begin and end of what is free and no slot, by arena, in order."""
         self._whole: dict[int, tuple[int, int]] = {}
         self._lost_at: dict[ref[S], int] = {}
         """Number of the last call when `reclaim` saw each lost slot."""

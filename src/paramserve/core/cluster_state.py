@@ -80,8 +80,9 @@ class ClusterState:
         self.leases.keep_past()
 
     def cut_taken(self, blocks: Collection[int]) -> tuple[int, ...]:
-        """It has been taken, with these blocks; which of them are saved: of one that is not known
-        as defined, its definer has pushed nothing."""
+        """Note a taken cut with these blocks, and return those that are saved.
+
+        Of a block that is not known as defined, its definer has pushed nothing."""
         self._blocks = self.directory.records(blocks)
         self._ended = self.collectives.record()
         return tuple(each.spec.block for each in self._blocks if each.stage == Stage.DEFINED.value)

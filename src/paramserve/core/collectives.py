@@ -64,12 +64,12 @@ DTYPES = ("float64", "float32", "int64")
 DIMENSIONS_MAX = 64
 """Most dimensions of a value, the same as numpy's."""
 RANKS_SHOWN_MAX = 8
-"""In an error."""
+"""Most ranks in an error."""
 
 
 class At(NamedTuple):
-    """Where a program is, as `AllReduce` has it: each of these grows with the program, and no step
-    leaves all of them as they are."""
+    """Position of a program, as `AllReduce` has it: each of these grows with the program, and no
+    step leaves all of them as they are."""
 
     place: int
     epoch: int = 0
@@ -95,7 +95,7 @@ class _Open:
     at: At
     """The furthest of the ranks that came."""
     sent: dict[int, tuple[int, AllReduce]] = field(default_factory=dict)
-    """By rank: its client, and its call."""
+    """Client and call by rank."""
     passed: set[int] = field(default_factory=set)
     """Restarted ranks whose program has left this call out."""
 
@@ -139,7 +139,7 @@ class _Ended(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Where a restarted rank has made its first step."""
+    """First step of a restarted rank."""
 
     client: int
     at: At
@@ -191,10 +191,10 @@ class Collectives:
         self._bytes_max = bytes_max
         self._open: _Open | None = None
         self._ended: dict[int, _Ended] = {}
-        """By number, without a gap; the oldest is the first."""
+        """Ended collectives by number, without a gap; the oldest is the first."""
         self._kept_bytes = 0
         self._agreed: dict[int, _Ended] = {}
-        """By loader over parts of the ranks' own: the first `KEPT_MAX`."""
+        """Agreed collectives by loader over parts of the ranks' own: the first `KEPT_MAX`."""
         self.number = 0
         """Number of the last collective that has ended."""
         self._forgotten = ABSENT
@@ -205,7 +205,7 @@ class Collectives:
         self._counted: set[int] = set()
         """Clients that have sent a value to a collective."""
         self._begun: dict[int, _Begun] = {}
-        """By rank that was restarted and steps."""
+        """First steps by rank that was restarted and steps."""
 
     def record(self) -> CollectivesRecord:
         """What has ended, to be saved: who took part in it does not come again."""
@@ -334,7 +334,7 @@ class Collectives:
                 raise _some_only(rank, message.place, _what(message))
 
     def _begun_of(self, member: Member) -> _Begun | None:
-        """Where this incarnation of a rank has made its first step, if it was restarted."""
+        """First step of this incarnation of a rank, if it was restarted."""
         begun = self._begun.get(member.rank)
         return begun if begun is not None and begun.client == member.client else None
 
@@ -427,7 +427,7 @@ class Collectives:
         return again and member.client not in self._counted
 
     def _where_rank_0_is(self, opened: _Open) -> str:
-        """In words, where it makes this call no more; empty: it has made it, or may."""
+        """Where rank 0 makes this call no more, in words; empty: it has made it, or may."""
         first = self._membership.members.get(0)
         if 0 in opened.sent:
             return ""

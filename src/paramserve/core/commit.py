@@ -42,7 +42,7 @@ class Contribution(Struct, eq=False):
     step: Step
     session: ShardSession
     gradients: dict[int, tuple[Gradient, Any]]
-    """By block: the header part and this shard's elements."""
+    """Header part and this shard's elements, by block."""
     finite: bool
     weight: float
     """What its gradients count for in the clock's sum."""
@@ -61,7 +61,7 @@ class PreparedUpdates(NamedTuple):
     scale: float
     clients: tuple[int, ...]
     keep: Mapping[int, Keep]
-    """By block."""
+    """What to keep of each block."""
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Collect:
     """What one shard has of its group's present clock, undecided."""
 
     pending: dict[int, Contribution] = field(default_factory=dict)
-    """By rank."""
+    """Contributions by rank."""
     reported: list[tuple[int, Contribution]] = field(default_factory=list)
-    """By rank, what a newer incarnation has pushed again after this shard had told the lead of it:
-    the lead may still decide for it."""
+    """Contributions by rank that a newer incarnation has pushed again after this shard had reported
+    the older to the lead: the lead may still decide for it."""
     last_vote: Vote | None = None
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
@@ -92,7 +92,7 @@ class Collect:
         return all(rank in self.pending for rank in ranks)
 
     def clients(self) -> tuple[int, ...]:
-        """Who pushed, in the order of their ranks."""
+        """Clients that pushed, in the order of their ranks."""
         return tuple([self.pending[rank].session.client for rank in sorted(self.pending)])
 
     def has_step(self, request: ShardRequest) -> bool:
@@ -228,8 +228,8 @@ def decide(parts: Sequence[Vote], epoch: PolicyEpoch) -> Commit:
 
 
 def _ranks_of(parts: Sequence[Vote]) -> tuple[tuple[int, ...], float]:
-    """Whose gradients make a clock, and their weights together: those that no shard leaves out.
-    None, where they would be clipped by the norm of others."""
+    """Ranks whose gradients make a clock, and their weights together: those that no shard leaves
+    out. None, where they would be clipped by the norm of others."""
     first = parts[0]
     if not any(part.others for part in parts):
         return first.contributors, first.weight
@@ -313,7 +313,7 @@ def _different(values: Sequence[tuple[int, Any]], block: ShardStorage | None) ->
 
 
 def _by_value(name: str, values: Sequence[tuple[int, Any]]) -> str:
-    """Such as "lr: rank 0 has 0.1, ranks 1, 2 have 0.01"."""
+    """Values by rank, such as "lr: rank 0 has 0.1, ranks 1, 2 have 0.01"."""
     having: dict[Any, list[int]] = {}
     for rank, value in values:
         having.setdefault(value, []).append(rank)

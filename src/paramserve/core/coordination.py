@@ -148,7 +148,7 @@ class Decided:
     notices: list[tuple[int, ServerNotice]] = field(default_factory=list)
     """What to tell a server, by its connection."""
     work: list[FileWork] = field(default_factory=list)
-    """On the files of checkpoints, to be done in this order, in a thread (`FilesWorked`)."""
+    """Work on checkpoint files, to be done in this order, in a thread (`FilesWorked`)."""
     checkpoints: list[CheckpointReport] = field(default_factory=list)
     """How things stand after each checkpoint that is over."""
 

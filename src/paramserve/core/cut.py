@@ -64,8 +64,8 @@ CUT_LIMIT_MAX_S = 8.0
 """The limit doubles with each attempt that was too short, up to this: where updates, or the
 transfers of pushes, take long, a cut has its price and is not missed."""
 CUT_RETRY_S = 1.0
-"""Between two attempts of a cut that a client waits for: a worker's step, or its death, may take
-that long to come to all shards."""
+"""Seconds between two attempts of a cut that a client waits for: a worker's step, or its death, may
+take that long to reach all shards."""
 CUT_PATIENCE_S = 20.0
 """No attempt of a cut begins later; a client that waits for it is refused then. The longest attempt
 is among those before."""
@@ -143,8 +143,8 @@ class CutAgreement:
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self.parts_here: dict[int, ShardCut] = {}
-        """By number: this shard's parts of cuts. Those that are not `complete` may come to
-        nothing."""
+        """Parts of cuts on this shard, by number. Those that are not `complete` may be
+        abandoned."""
         self._shard = shard
         self._shards = shards
         self._sessions = sessions
@@ -164,7 +164,7 @@ class CutAgreement:
         self._stopped_for = 0
         """The checkpoint that it stopped for last; 0: it was for none."""
         self._longest_s = 0.0
-        """That it stopped for that one, in attempts that came to nothing."""
+        """Longest stop for that one, in attempts that failed."""
         self._clients: dict[int, int] = {}
         self._clocks: dict[int, int] = {}
         self._leading: Leading | None = None
@@ -216,7 +216,7 @@ class CutAgreement:
         return session.rank == NO_RANK and gone_at is not None and self._now - gone_at >= GONE_S
 
     def numbers(self) -> dict[int, int]:
-        """By client, the last number that has had its effect here."""
+        """Last number of each client that has had its effect here."""
         sessions = self._sessions.by_client
         own = {client: self._executed(session) for client, session in sessions.items()}
         return self._sessions.closed | own
@@ -310,7 +310,7 @@ class CutAgreement:
         return self.flush is None
 
     def stop_behind(self, flush: int, now: float) -> None:
-        """On shard 0, a clock was a flush: do nothing behind it until the cut begins."""
+        """Do nothing behind a clock that was a flush until the cut begins; on shard 0."""
         if self.stops or self.flush is None or self.flush.number != flush:
             return
         self.stops, self.settling, self._ahead = True, False, True
@@ -433,7 +433,7 @@ class CutAgreement:
         )
 
     def _behind(self, to: CutTo, positions: list[CutAt]) -> str:
-        """Whose requests were not on these shards."""
+        """Clients whose requests were not on these shards."""
         late = self._named({client for client, _ in _late(to, positions)})
         return f" of {late}" if late else ""
 
@@ -761,7 +761,7 @@ def _over(positions: list[CutAt]) -> set[int]:
 
 
 def _late(to: CutTo, positions: list[CutAt]) -> dict[tuple[int, int], int]:
-    """By client and shard, how far clients are that these shards have not all of, and still have a
+    """Progress, by client and shard, of clients that these shards have not all of and still have a
     session with."""
     highest = dict(to.clients)
     return {

@@ -54,22 +54,22 @@ class DecisionLog:
         self.number = 0
         """Number of the last entry that was applied here."""
         self.deadline: float | None = None
-        """On the lead: when `deadline_reached` is to be called."""
+        """When `deadline_reached` is to be called on the lead."""
         self._shard = shard
         self._resend_s = resend_s
         self._outbox = outbox
         self._allows = allows
         self._apply = apply
         self._highest = {each: 0 for each in range(shards) if self.leads and each != LEAD}
-        """On the lead: by shard, the highest entry that it is known to have applied."""
+        """Highest entry that each shard is known to have applied, on the lead."""
         self._pending: dict[int, tuple[Decision, float]] = {}
-        """On the lead, in order: the entries that some shard has not acknowledged, and when each is
-        to be sent again."""
+        """Entries that some shard has not acknowledged, in order, on the lead, and when each is to
+        be sent again."""
         self._early: dict[int, Decision] = {}
-        """On the others: entries that have come and are not applied."""
+        """Entries that have arrived and are not applied, on the other shards."""
 
     def append(self, decision: Decision, now: float) -> None:
-        """On the lead: decide, for all shards."""
+        """Decide for all shards, on the lead."""
         self.number += 1
         if self._highest:
             repeat_at = now + self._resend_s
@@ -81,7 +81,7 @@ class DecisionLog:
         self._apply(decision)
 
     def on_acknowledge(self, shard: int, number: int) -> None:
-        """On the lead: a shard has applied the entries up to this one."""
+        """Note on the lead that a shard has applied the entries up to this one."""
         highest = self._highest.get(shard)
         if highest is None or not highest < number <= self.number:
             return
@@ -91,7 +91,7 @@ class DecisionLog:
             del self._pending[first]
 
     def on_entry(self, message: LogEntry) -> None:
-        """On another shard: take an entry.
+        """Take an entry, on another shard than the lead.
 
         Raises:
             ProtocolError: this shard cannot apply it. It applies none behind it.
@@ -124,7 +124,7 @@ class DecisionLog:
         self._outbox.append(Send(LEAD, Acknowledge(self._shard, self.number)))
 
     def deadline_reached(self, now: float) -> None:
-        """On the lead: repeat what shards have not acknowledged."""
+        """Repeat on the lead what shards have not acknowledged."""
         if self.deadline is None or self.deadline > now:
             return
         for number, (decision, repeat_at) in self._pending.items():

@@ -300,7 +300,7 @@ class DeltaReader:
         return CopyUpdate(position, values, HEAD_BYTES + nbytes)
 
     def _split(self, data: Bytes, count: int) -> tuple[list[Bytes], int]:
-        """So many deltas, and the bytes of all."""
+        """Deltas, and the bytes of all."""
         most, at = self._codec.size(self._size), 0
         deltas: list[Bytes] = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""In what two descriptions differ, in words for an error: only that, and in one line."""
+"""Differences between two descriptions, in words for an error: only those, and in one line."""
 
 from __future__ import annotations
 

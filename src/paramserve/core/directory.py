@@ -54,7 +54,7 @@ NAMED_MAX = 3
 
 class Stage(Enum):
     OPEN = "open"
-    """Its definer went away before the values were everywhere: the next one may define it."""
+    """Its definer ended before the values were everywhere: the next client may define it."""
     DEFINING = "defining"
     DEFINED = "defined"
     REFUSED = "refused"
@@ -324,7 +324,7 @@ class Directory:
         return entry
 
     def _cuts(self, placement: PlaceBlock | BlockSpec, whole_tensors: bool) -> tuple[int, ...]:
-        """Where a new block is cut."""
+        """Cuts of a new block."""
         pieces = placement.pieces
         at = borders(pieces) if whole_tensors else None
         wire_dtype = HALVES.get(placement.half or "", np.dtype(placement.dtype))

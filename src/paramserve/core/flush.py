@@ -22,14 +22,14 @@ from paramserve.messages import Done, Step
 FLUSH_LIMIT_S = 30.0
 """A cut waits for a flush no longer where steps are fast: a worker may be between two loops."""
 FLUSH_STEPS = 6
-"""Where they are slow, it waits for so many: a flush is made in the second one, or in the sixth
-where workers send four ahead."""
+"""Steps that a slow cluster waits for: a flush is made in the second one, or in the sixth where
+workers send four ahead."""
 FLUSH_LIMIT_MAX_S = 240.0
 """And no longer, however slow they are: one that stands still keeps no checkpoint from its run."""
 AHEAD_LIMIT_S = 0.5
 """Shard 0, which has stopped behind a flush, begins the cut by then."""
 NO_GROUP = -1
-"""In place of a group's number: the next step of each client is flushed."""
+"""Number instead of a group's: the next step of each client is flushed."""
 
 
 def feeding_back(sessions: Sessions) -> list[ShardSession]:
@@ -39,7 +39,7 @@ def feeding_back(sessions: Sessions) -> list[ShardSession]:
 
 
 def groups_left(session: ShardSession) -> set[int]:
-    """Whose gradients lack something, also by a step that has had its effect and waits to read."""
+    """Groups whose gradients lack something, also by an applied step that waits to read."""
     pushed, done = session.pushed, session.done
     if pushed is None or not pushed.leaves or done is None or done.skipped:
         return session.left_out
@@ -76,7 +76,7 @@ class Flush:
         self._sessions = sessions
         self._groups = groups
         self._clocks_before: dict[int, int] = {}
-        """By group, its clock when a request was last made."""
+        """Clock of each group when a request was last made."""
         self._ask(1)
 
     def _ask(self, ahead: int) -> None:

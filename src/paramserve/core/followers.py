@@ -27,7 +27,7 @@ from paramserve.messages import JoinGroup
 StateOf = Callable[[int], GroupState | None]
 """The group of a number; None: it is not defined here."""
 SessionOf = Callable[[int], ShardSession]
-"""That of a live rank's newest client."""
+"""Session of a live rank's newest client."""
 
 
 class Joiner(NamedTuple):
@@ -46,7 +46,7 @@ class Followers:
 
     def __init__(self, state_of: StateOf, session_of: SessionOf) -> None:
         self.joiners: dict[int, Joiner] = {}
-        """By rank."""
+        """Joiners by rank."""
         self._state_of = state_of
         self._session_of = session_of
 
@@ -122,8 +122,8 @@ class Followers:
         return members
 
     def round_of(self, rank: int, group: GroupState, others: Iterable[GroupState]) -> Round | None:
-        """Where members of a group are that are as far in another one as a rank which asks to be
-        one; None: that does not show.
+        """Place of a group's members that are as far in another one as a rank which asks to be one;
+        None: that is not known.
 
         Args:
             others: of the cluster.

@@ -88,7 +88,7 @@ class GroupMachine:
         self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, decisions, outbox)
         self.membership = MembershipAgreement(state, decisions)
         self.waiting: dict[int, ShardSession] = {}
-        """By client: sessions whose held request waits for this group, and is not collected."""
+        """Sessions by client whose held request waits for this group, and is not collected."""
         self.reads = GroupReads(state, replies)
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
@@ -450,13 +450,13 @@ class GroupMachine:
     def join_rank(
         self, rank: int, client: int, seq: int, now: float, clock: int | None = None
     ) -> None:
-        """On the lead shard, make a rank a member from a clock on; None: a member stays, at its."""
+        """Make a rank a member from a clock on, on the lead shard; None: a member stays, at its."""
         self.state.now = now
         own = self.state.members.joined[rank].clock if clock is None else clock
         self.membership.join(rank, client, seq, own)
 
     def suspend_rank(self, rank: int, client: int, seq: int, now: float) -> None:
-        """On the lead shard, end a rank's membership."""
+        """End a rank's membership, on the lead shard."""
         self.state.now = now
         self.membership.suspend(rank, client, seq)
 

@@ -12,11 +12,11 @@ class JoinedBy(NamedTuple):
     """How a rank became a member."""
 
     client: int
-    """That has joined; 0: the rank is a member from the beginning."""
+    """Client that has joined; 0: the rank is a member from the beginning."""
     seq: int
     """Sequence number of the client's join request, the same on all shards."""
     clock: int
-    """Where it began."""
+    """Clock at which it began."""
 
 
 class MembersRecord(Struct, frozen=True):

@@ -53,20 +53,20 @@ class MembershipAgreement:
             members.decided(joined, self._state.start)
 
     def join(self, rank: int, client: int, seq: int, clock: int) -> None:
-        """On the lead, make a live rank a member from a clock on, as this request of a client
-        asks."""
+        """Make a live rank a member from a clock on, as this request of a client asks; on the
+        lead."""
         members = self._state.members
         if self._decisions.leads and not members.knows(rank, client, seq, member=True):
             self._decide({**members.joined, rank: JoinedBy(client, seq, clock)})
 
     def suspend(self, rank: int, client: int, seq: int) -> None:
-        """On the lead, end a rank's membership, as this request of a client asks."""
+        """End a rank's membership, as this request of a client asks; on the lead."""
         members = self._state.members
         if self._decisions.leads and not members.knows(rank, client, seq, member=False):
             self._decide({each: by for each, by in members.joined.items() if each != rank})
 
     def members_changed(self) -> None:
-        """On the lead, end the memberships of those who have ended."""
+        """End the memberships of ranks that have ended; on the lead."""
         members = self._state.members
         ended = {rank: by for rank, by in members.joined.items() if rank in members.live}
         if self._decisions.leads and len(ended) < len(members.joined):

@@ -94,18 +94,18 @@ class GroupState:
         self.buffer_lost: Callable[[ParamServeError], None] | None = None
         """Called with `unapplied` when it is set: no later step may push."""
         self.dropped: dict[int, int] = {}
-        """By rank: gradients that came too late, were too stale, or were left out alone for NaN."""
+        """Gradients by rank that came too late, were too stale, or were left out alone for NaN."""
         self.marks: dict[int, tuple[int, int]] = {}
-        """By client: the newest mark of its steps whose outcome is decided."""
+        """Newest mark of each client's steps whose outcome is decided."""
         self.notes: dict[int, tuple[tuple[int, bytes], ...]] = {}
-        """By rank: clock and note of its last two steps that had one, the older first. The last
+        """Clock and note, by rank, of the last two steps that had one, the older first. The last
         step may be one that the next incarnation takes again."""
         self.saved = SavedStates()
         self.already_applied: dict[int, int] = {}
-        """By rank: the clock of a step that is in the values since before this shard went on from a
-        cut, of a call that was not over there. The rank is to make that call again."""
+        """Clock, by rank, of a step that is in the values since before this shard was restored from
+        a cut, of a call that was not over there. The rank is to make that call again."""
         self.watching: dict[int, Watching] = {}
-        """By client."""
+        """Watching clients."""
         self.snapshot_due: Callable[[], None] | None = None
         """Called in place of keeping a snapshot where gradients do not wait for a commit: then a
         version has other pushes on each shard. None: there is one shard."""

@@ -79,7 +79,7 @@ class Grant:
         return self.samples if own or self.final else self.done
 
     def part(self, start: int, stop: int) -> Span:
-        """Where these of its samples lie."""
+        """Span of these samples of the grant."""
         return Span(self.span.epoch, self.span.start + start, self.span.start + stop)
 
 
@@ -210,9 +210,9 @@ class Past:
     def __init__(self) -> None:
         self.on = False
         self.grants: defaultdict[Leases, list[Holding]] = defaultdict(list)
-        """By turn: of clients that have finished them, or ended."""
+        """Holdings by turn of clients that have finished them, or ended."""
         self.turns: defaultdict[_Loader, dict[int, Leases]] = defaultdict(dict)
-        """That have ended, by loader."""
+        """Turns that have ended, by loader."""
         self.tallies: dict[_Loader, SampleCounts] = {}
         """Sample counts when the checkpoint began; those of a later loader were empty."""
 
@@ -280,7 +280,7 @@ class Leases:
         self.plan = plan
         self.over = False
         self.holders: dict[int, Holder] = {}
-        """By client."""
+        """Holders by client."""
         self._tally = tally
         self._past = past
         self._fresh = samples
@@ -290,7 +290,7 @@ class Leases:
         self._back: list[Span] = []
         """What was given back, in order."""
         self._begun: dict[int, list[Span]] = {}
-        """By rank, what it is to do first, in one call: it had begun that when this was saved."""
+        """Spans by rank that it is to do first, in one call: begun when this was saved."""
         self._reserved: dict[int, deque[Span]] = {}
         """What of that is still to be given out."""
 
@@ -440,7 +440,7 @@ class Leases:
         self._back = joined(without(map(Span._make, record.back), unfinished))
 
     def go_on_with(self, plan: LeasePlan, more: int) -> None:
-        """By this plan from now on, and with so many more samples."""
+        """Apply this plan from now on, with so many more samples."""
         self.plan = plan
         self._fresh += more
 

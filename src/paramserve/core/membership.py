@@ -61,9 +61,9 @@ class Membership:
         self.members = {rank: Member(rank, 0, 0, EXPECTED) for rank in range(workers)}
         self.servers: dict[int, ServerEntry] = {}
         self._last_beats: dict[int, float] = {}
-        """By rank."""
+        """Last beat by rank."""
         self._restarting: dict[int, float] = {}
-        """Since when, by rank."""
+        """Start of each rank's restart."""
         self.came_later: set[int] = set()
         """Clients of ranks that the others have been under way without: added ones, and those that
         have come again after they had ended for good."""
@@ -225,7 +225,7 @@ class Membership:
         return not first or incarnation > 1
 
     def scale(self, workers: int) -> None:
-        """From now on there are to be this many workers.
+        """Set how many workers there are to be from now on.
 
         Ranks below may join, those above retire: live workers are asked to end, missing ones are
         no longer waited for. One that is retiring already keeps on, and its rank is free after it.

@@ -50,7 +50,7 @@ class OwnSpeeds:
         return max(speeds, default=0.0)
 
     def report(self, living: Iterable[int]) -> tuple[tuple[int, OwnSpeed], ...]:
-        """By rank and group, of the clients that live."""
+        """Speeds by rank and group, of the clients that live."""
         clients = frozenset(living)
         return tuple(
             (rank, each.speed)

@@ -138,13 +138,13 @@ class Block:
 
     @cached_property
     def kept(self) -> np.dtype[Any]:
-        """In which the servers keep its values and its rule's state."""
+        """Dtype in which the servers keep its values and its rule's state."""
         return np.dtype(self.spec.dtype)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """In which gradients, and values that steps read, lie in a client's memory; of 16 bits,
-        that of the bits (`HALVES`)."""
+        """Dtype in which gradients, and values that steps read, lie in a client's memory; of 16
+        bits, that of the bits (`HALVES`)."""
         return self.kept if self.spec.half is None else HALVES[self.spec.half]
 
     @cached_property
@@ -176,7 +176,7 @@ class Block:
 
     @cached_property
     def push_codecs(self) -> tuple[Codec, ...]:
-        """By shard: `push_codec` of the tensors there.
+        """Codec by shard: `push_codec` of the tensors there.
 
         Raises:
             UnknownCodec: as `push_codec`. CodecFailed: it is not one of ours, and failed.

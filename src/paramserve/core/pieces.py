@@ -29,7 +29,7 @@ class _Choice:
         self.pieces = sorted(set(pieces))
         self.index = np.array(self.pieces, np.intp)
         self.ranges: list[Range] = []
-        """Their elements, neighbours together."""
+        """Elements of the chosen pieces, neighbours together."""
         for piece in self.pieces:
             start, stop = bounds[piece]
             if self.ranges and self.ranges[-1][1] == start:

@@ -156,7 +156,7 @@ class PolicyAgreement:
         self.restore(None)
 
     def begin(self) -> None:
-        """On the lead, have all shards pause for a change that is not decided, if there is one."""
+        """Have all shards pause for a change that is not decided, if there is one; on the lead."""
         if self.changing is not None and self.changing.decided is None:
             pause = Pause(self._state.id, self.changing.number)
             self._decisions.append(pause, self._state.now)
@@ -185,7 +185,7 @@ class PolicyAgreement:
         self._outbox.append(Send(LEAD, paused))
 
     def on_paused(self, message: Paused) -> None:
-        """On the lead shard: one shard has paused, or does not know the decision yet."""
+        """Note on the lead shard that one shard has paused, or does not know the decision yet."""
         if not self._decisions.leads or not 0 <= message.shard < self._shards:
             return
         changing = self.changing

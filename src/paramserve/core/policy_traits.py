@@ -18,10 +18,10 @@ class GroupTraits:
     def __init__(self, cluster: ConsistencySpec) -> None:
         self.cluster = terms(cluster)
         self.lasting: dict[int, PolicyTraits] = {}
-        """By group that is defined and whose policy was not changed, what holds for all clocks."""
+        """Traits for all clocks, by group that is defined and whose policy was not changed."""
         self._own: dict[int, PolicyTraits] = {}
         self._changes: dict[int, tuple[tuple[int, int, PolicyTraits], ...]] = {}
-        """By group: (number, first clock, terms), newest first; replaced whole, never altered."""
+        """Changes by group: (number, first clock, terms), newest first; never altered in place."""
 
     def defined(self, group: int, described: ConsistencySpec | None) -> None:
         """A block of this group was found, which was defined with this policy."""

@@ -32,7 +32,7 @@ LONG_WAIT = 4.0
 SHARED_S = 10e-6
 """Giving up the core takes below 1 us, unless another process has waited for it."""
 LEAVE_AFTER, LEAVE_AFTER_MAX = 4, 1 << 14
-"""So many more waits with another process on this core than without one, and it is left; twice as
+"""Waits with another process on this core, more than without one, after which it is left; twice as
 many after each time, as the other cores may be taken, too, until none was there in so many."""
 
 

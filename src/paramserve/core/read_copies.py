@@ -29,7 +29,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.by_rank: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
-        """By rank: version and copies by block, oldest first."""
+        """Version and copies by block, for each rank, oldest first."""
         self._spare: list[dict[int, Array]] = []
 
     @property
@@ -60,7 +60,7 @@ class Reads:
                 np.copyto(copy, value)
 
     def of(self, rank: int, version: int) -> dict[int, Array]:
-        """By block, what a worker read at this version; empty if it did not."""
+        """Copies by block of what a worker read at this version; empty if it did not."""
         reads = self.by_rank.get(rank)
         if not reads:
             return {}

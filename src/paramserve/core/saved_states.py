@@ -10,7 +10,7 @@ KEPT = 2
 
 
 class SavedStates:
-    """By rank, what it has saved as of its last two steps that told some, the older first."""
+    """Saved states by rank, of its last two steps that reported some, the older first."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, tuple[SavedAt, ...]] = {}

@@ -61,7 +61,7 @@ class SentByRank:
             self._reports[key] = _Report(client, each, before)
 
     def report(self) -> tuple[tuple[int, SentGradients], ...]:
-        """By rank and group: the bytes of all incarnations, and the residual of the last one."""
+        """Bytes of all incarnations and the residual of the last one, by rank and group."""
         reports = []
         for (rank, group), each in sorted(self._reports.items()):
             sent_bytes, plain, *read = _sum(each)

@@ -182,8 +182,8 @@ class Shard:
         self.reads = ShardReads(self.sessions, self._group, self._refusal)
         self.followers = Followers(self._state_of, self.sessions.of_rank)
         self._members: dict[int, GroupMembership] = {}
-        """By group, the newest decision about its members: its define may still be on the way, or
-        come again behind an `Undefine`."""
+        """Newest decision about each group's members: its define may still be on the way, or be
+        repeated behind an `Undefine`."""
         self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
         self._deferred: list[FromShard | ClientBye] = []
         """What has come since the shard stopped for a cut, and would change something."""
@@ -597,7 +597,7 @@ class Shard:
                 return Answer(Done(message.seq))
 
     def _take_cut(self, session: ShardSession, request: Request, message: TakeCut) -> Answer | None:
-        """On shard 0 the request is held until the cut is complete; it has no other effect."""
+        """Hold the request on shard 0 until the cut is complete; it has no other effect."""
         if self.number != LEAD:
             return Answer(Done(message.seq))
         session.held, session.done = request, Done(message.seq)

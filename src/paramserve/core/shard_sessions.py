@@ -54,7 +54,7 @@ class ClientHere(Struct, frozen=True):
     rank: int
     window: int
     again: bool = False
-    """It has been connected before: a session that is forgotten must not begin anew."""
+    """True: it has been connected before, and a session that is forgotten must not begin anew."""
     requests: int = 0
     """Requests that the client's `Hello` allows; 0: as many as `window`."""
 
@@ -188,12 +188,12 @@ class ShardSession:
         self.fenced_by: Member | None = None
         """The member whose state or newer incarnation refuses all requests of this one."""
         self.policy_numbers: dict[int, int] = {}
-        """By group: the number of the newest change of its policy that the client knows of."""
+        """Newest change of each group's policy that the client knows of, by number."""
         self.rounds: dict[int, Round] = {}
-        """By group that its rank has joined further on than in its round: when it is there. It
-        holds until the next step that ends a clock of the group, or the rank suspends there."""
+        """Rounds by group that its rank has joined further on than in its round: when it is there.
+        It holds until the next step that ends a clock of the group, or the rank suspends there."""
         self.ticks: dict[int, int] = {}
-        """By group, the last number of a step that ends a clock there, or is to."""
+        """Last number of a step that ends a clock, or is to, by group."""
         self.fenced_at = 0
         """The last number whose effect counts, of a session that is fenced."""
         self.counted: set[int] = set()
@@ -202,7 +202,7 @@ class ShardSession:
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
         self.unread: dict[int, Array | None] = {}
-        """By number: values that went out in a frame, and may be lost with it. None: they are read
+        """Values by number that went out in a frame, and may be lost with it. None: they are read
         again then, and newer ones will do."""
         self.left_out: set[int] = set()
         """Groups where its client keeps something that was left out of its gradients."""
@@ -333,12 +333,12 @@ class Sessions:
         """Number of the membership that the coordinator reported last."""
         self.retiring: frozenset[int] = frozenset()
         self.closed: dict[int, int] = {}
-        """By client that has ended with something unanswered: its last number that has had its
-        effect here. Another shard may have had less of it, or have more."""
+        """Last number that has had its effect here, by client that has ended with something
+        unanswered. Another shard may have had less of it, or have more."""
         self.left_behind: set[int] = set()
         """Ranks whose client has ended with something that was left out of its gradients."""
         self.calls: dict[int, list[CallPart]] = {}
-        """By rank: of its last call, if that steps several groups, the parts that were begun."""
+        """Begun parts by rank of its last call, if that steps several groups."""
         self.broken: set[int] = set()
         """Ranks whose last call of these ended between two parts, until their next step."""
         self._shard = shard
@@ -518,7 +518,7 @@ class Sessions:
             self.broken.add(rank)
 
     def unfinished(self, clients: Mapping[int, int]) -> dict[int, dict[int, int]]:
-        """By group and rank, the clocks of steps that a cut has of calls that are not over there.
+        """Clocks, by group and rank, of steps that a cut has of calls that are not over there.
 
         Args:
             clients: the last number of each client in the cut.

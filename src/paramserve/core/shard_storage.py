@@ -44,7 +44,7 @@ class ShardStorage(ABC):
         self.dtype = np.dtype(spec.dtype)
         self.hyper: Hyper = ()
         self.unsaved: list[Unsaved] = []
-        """For cuts: what is to be copied before the block changes."""
+        """Copies to make for cuts before the block changes."""
         self.checked: tuple[Sequence[int] | None, Hyper | None] | None = None
         """Pieces and hyper-parameters of a push that `check` has found good last: most pushes have
         the same."""
@@ -99,7 +99,7 @@ class ShardStorage(ABC):
 
     @cached_property
     def names(self) -> str:
-        """For messages that are put together before it is known whether they are needed."""
+        """Names for messages that are put together before it is known whether they are needed."""
         names = ", ".join(repr(piece.name) for piece in self.spec.pieces[:3])
         more = len(self.spec.pieces) - 3
         return names + (f" and {more} more" if more > 0 else "")

@@ -162,7 +162,7 @@ class Sum:
             self.active.update(header.active)
 
     def copy(self) -> Sum:
-        """To try what one more gradient makes of it."""
+        """Copy of the sum, to try what one more gradient makes of it."""
         active = None if self.active is None else set(self.active)
         return Sum(self.array.copy(), active, self.hyper, self.count)
 
@@ -199,11 +199,11 @@ class RowSum:
 
     @property
     def array(self) -> RowGradient:
-        """Their sum, key by key."""
+        """Sum of the rows, key by key."""
         return self.block.total(self.pushes)
 
     def copy(self) -> RowSum:
-        """To try what one more gradient makes of it."""
+        """Copy of the sum, to try what one more gradient makes of it."""
         return RowSum(self.block, [*self.pushes], self.hyper, self.count)
 
     def share(self) -> RowSum:
@@ -219,7 +219,7 @@ class GradientBuffer:
     """A group's gradients that wait for an update."""
 
     sums: dict[int, Any] = field(default_factory=dict)
-    """By block: a `Sum` or a `RowSum`, as the block is."""
+    """Sums by block: a `Sum` or a `RowSum`, as the block is."""
     count: int = 0
     large: bool = False
     """Whether it may hold gradients so large that any other one may make the sum overflow."""

@@ -29,7 +29,7 @@ class UsageByRank:
             self._reports[rank] = client, usage
 
     def report(self, living: Iterable[int]) -> tuple[tuple[int, WorkerUsage], ...]:
-        """By rank, of the clients that live."""
+        """Usage by rank, of the clients that live."""
         clients = frozenset(living)
         return tuple(
             (rank, usage)

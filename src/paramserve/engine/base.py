@@ -57,9 +57,9 @@ class Failure(Struct, frozen=True, array_like=True):
     kind: str
     """Name of its class."""
     text: str
-    """Its message, with its notes."""
+    """Message of the exception, with its notes."""
     traceback: str
-    """Without the message at its end."""
+    """Traceback without the message at its end."""
     failed: str = ""
     fix: str = ""
     applied: str = ""
@@ -94,7 +94,7 @@ class Process(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, or None if it still runs after `timeout_s`."""
+        """Wait for the exit status; None if it still runs after `timeout_s`."""
         ...
 
 

@@ -221,7 +221,7 @@ class Stopping:
         """The entry has ended: there is nothing left to stop."""
 
     def add(self, callback: Callable[[], None]) -> None:
-        """From now on a stop calls this; at once if one was wanted before."""
+        """Call this at a stop from now on; at once if one was wanted before."""
         self._callback = callback
         if self._requested:
             callback()

@@ -54,7 +54,7 @@ READ_BYTES = 1 << 20
 POLL_S = 0.05
 """How often children are asked for where the system has no pidfd (macOS)."""
 PREPARED_FROM = 3
-"""So many processes are forked from a prepared one; fewer are started quicker by themselves."""
+"""Least processes that are forked from a prepared one; fewer are started quicker by themselves."""
 PREPARED_MAX = 2
 """One for the servers, and one for workers that have more threads; what differs from both, as the
 environment may after a change of the driver's, is started afresh."""
@@ -146,7 +146,7 @@ class LocalProcess:
                 self._kill_group()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, or None if it still runs after `timeout_s`."""
+        """Wait for the exit status; None if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         pause_s = POLL_S / 64
         while self.exit_status is None:
@@ -243,7 +243,7 @@ class LocalFleet:
         self._show_rank = show_rank
         self._prepared: list[PreparedProcess] = []
         self._one_ended = False
-        """From then on no prepared process is made: a process that is started again would wait."""
+        """True: no prepared process is made any more, since a restarted process would wait."""
         self._selector = selectors.DefaultSelector()
         self._output = Output()
         self._running: list[LocalProcess] = []

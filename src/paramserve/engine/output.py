@@ -31,7 +31,7 @@ LINE_BYTES_MAX = 1 << 16
 UNENDED_S = 1.0
 """A line whose end does not come is shown after this long."""
 REDRAWN_S = 5.0
-"""Between two states of a line that is redrawn."""
+"""Seconds between two states of a line that is redrawn."""
 WRITE_BYTES = 1 << 12
 """A pipe that is ready takes this much without blocking: POSIX's PIPE_BUF on Linux."""
 READS_AT_END = 32
@@ -41,7 +41,7 @@ READER_S = 300.0
 """How long `close` waits for a terminal or pipe whose reader takes nothing, as a pager does that
 stands still. While it takes something, and before the close, there is no limit."""
 LOOK_S = 0.5
-"""Between two looks whether that time is over."""
+"""Seconds between two looks whether that time is over."""
 
 
 class Lines:

@@ -101,7 +101,7 @@ class Bundle:
         return self
 
     def __str__(self) -> str:
-        """Such as "1 CPU and 2 gadget on a node with zone=a for coordinator, server 0"."""
+        """Bundle in words, such as "1 CPU on a node with zone=a for coordinator, server 0"."""
         amounts = " and ".join(f"{n:g} {name}" for name, n in sorted(self.amounts.items()))
         labels = ", ".join(f"{name}={value}" for name, value in self.labels.items())
         where = f" on a node with {labels}" if labels else ""

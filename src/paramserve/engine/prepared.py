@@ -99,8 +99,8 @@ def surroundings(python: str, environment: Mapping[str, str]) -> tuple[object, .
 
 
 def search_path() -> bytes:
-    """Where this process finds modules, for a child: the same bytes of each name. Entries that are
-    no strings are left out, as Python ignores them, too."""
+    """Path where this process finds modules, for a child: the same bytes of each name. Entries that
+    are no strings are left out, as Python ignores them, too."""
     return os.fsencode("\0".join(entry for entry in sys.path if isinstance(entry, str)))
 
 
@@ -217,7 +217,7 @@ class PreparedProcess:
     def _ask(
         self, request: ForkRequest | Collect, limit_s: float, fds: list[int] | None = None
     ) -> Answer | None:
-        """Its answer; None: it is gone, or hangs, and is not asked again."""
+        """Ask for an answer; None: the process is gone, or hangs, and is not asked again."""
         with self._lock:
             if self._control.fileno() < 0:
                 return None
@@ -264,7 +264,7 @@ class Forked:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """Its exit status; None: it runs. What is left of its process group is killed before."""
+        """Exit status; None: it runs. What is left of its process group is killed before."""
         if self._status is None and self._ending.poll(0):
             if self._parent.alive:
                 self.kill_group()

@@ -31,5 +31,5 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: object) -> str:
-    """Its `repr`, of some hundred characters at most for each container in it."""
+    """Representation of some hundred characters at most for each container in it."""
     return " ".join(_Abbreviation().repr(value).split())

@@ -37,7 +37,7 @@ from paramserve.observe.checkpoints import (
 logger = logging.getLogger("paramserve")
 
 EVERY_S = 60.0
-"""Between two checkpoints, if nothing else is said."""
+"""Seconds between two checkpoints, if nothing else is said."""
 RESTORE_BYTES_S = 20e6
 """What a server reads of a checkpoint in a second, at least: it may take that long to be up."""
 REFUSED_NAMED = 3
@@ -210,7 +210,7 @@ class Recovery:
         self.run = run
         self.settings = settings
         self.folder = whole_path("path", settings.path) if settings is not None else ""
-        """Where it writes, whatever the process's working directory is later; empty: it writes
+        """Folder it writes to, whatever the process's working directory is later; empty: it writes
         none."""
         self.resume_point: ResumePoint | None = None
         self._source = source

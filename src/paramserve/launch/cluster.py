@@ -98,8 +98,8 @@ class Cluster:
         return next(iter(self._supervisor.addresses), "")
 
     def handle(self) -> Handle:
-        """For clients and workers in any process that it is sent to; waits until the servers are
-        up. It may be pickled, and holds the cluster's secret.
+        """Handle for clients and workers in any process that it is sent to; waits until the servers
+        are up. It may be pickled, and holds the cluster's secret.
 
         Raises:
             ClientClosed: the cluster was closed.

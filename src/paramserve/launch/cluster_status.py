@@ -11,7 +11,7 @@ from paramserve.observe.status import RunStatus, of_cluster
 from paramserve.reporters import Feed
 
 STATUS_S = 5.0
-"""For one answer of the coordinator."""
+"""Seconds for one answer of the coordinator."""
 
 
 class ClusterStatus:

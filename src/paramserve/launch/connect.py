@@ -41,7 +41,7 @@ HANDLE_CONNECT_S = 5.0
 STATUS_S = 5.0
 """The same, for an answer of how the cluster stands."""
 LOOK_S = 1.0
-"""Between two looks whether all workers have ended, while no snapshot comes."""
+"""Seconds between two looks whether all workers have ended, while no snapshot comes."""
 ADDRESS = "PARAMSERVE_ADDRESS"
 TOKEN_FILE = "PARAMSERVE_TOKEN_FILE"
 CONFIG_FILE = "PARAMSERVE_CONFIG"

@@ -47,7 +47,7 @@ _OF_ARGUMENTS = ("ValueError", "TypeError")
 
 
 class Key(NamedTuple):
-    """Which process: what it is, and which one of them."""
+    """Process: what it is, and which one of them."""
 
     kind: Kind
     number: int
@@ -74,22 +74,22 @@ class Entry:
     fell_at: float | None = None
     """When its failure or unexpected end was seen."""
     silent: bool = False
-    """It ran when it was counted as dead."""
+    """True: it ran when it was counted as dead."""
     counted: bool = False
-    """It is dead, and that has been decided upon."""
+    """True: it is dead, and that has been decided upon."""
     stopped: bool = False
-    """It is a worker that was told to end, because the run ends before it is done."""
+    """True: a worker that was told to end, because the run ends before it is done."""
     incarnation: int = 0
     """Incarnation of a worker, as the cluster counts; 0 before it is ready."""
     restarts: int = 0
     """How often it was started anew."""
     resumed: bytes | None = None
-    """Where it went on, as it reported; None: it has not, or was the first of its rank."""
+    """Where the worker resumed, as it reported; None: it has not, or was the first of its rank."""
     retire_by: float | None = None
     """The run is to do without it: however it ends, from now on that is no failure, and it is ended
     when it still runs then. None: it is wanted."""
     kill_at: float | None = None
-    """It was asked to end, because it did not do so by `retire_by`."""
+    """Time to kill it; None: it was not asked to end by `retire_by`."""
 
     @property
     def retired(self) -> bool:
@@ -98,7 +98,7 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """In one word."""
+        """State in one word."""
         if self.retire_by is not None:
             return "retired" if self.retired else "retiring"
         if self.returned is not None:
@@ -132,13 +132,13 @@ class Entry:
 
     @property
     def settled_at(self) -> float:
-        """From when on its own fall counts as the cause."""
+        """Time from which its own fall counts as the cause."""
         assert self.fell_at is not None
         return self.fell_at + (CAUSE_S if self.complains else 0.0)
 
 
 def how_it_ended(entry: Entry) -> str:
-    """In words: it raised, a signal killed it, or it exited with a code."""
+    """End of a process in words: it raised, a signal killed it, or it exited with a code."""
     if entry.failure is not None:
         return f"raised {entry.failure.kind}: {entry.failure.failed or entry.failure.text}"
     if entry.silent:
@@ -153,7 +153,7 @@ def how_it_ended(entry: Entry) -> str:
 
 
 def started_again(entry: Entry, times: int) -> str:
-    """In one line: how a worker ended that is replaced now, and how often it may be."""
+    """Restart in one line: how the replaced worker ended, and how often it may be."""
     ended, *_ = how_it_ended(entry).splitlines()
     return f"{entry.key} {ended}; it is started again ({entry.restarts + 1} of {times})"
 

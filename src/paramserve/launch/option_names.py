@@ -19,7 +19,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "limits": "engine=ps.Local(limits=...), or ps.OnRay(...)",
     }
 )
-"""By its name of before: how an option is written now."""
+"""New way to write an option, by its name of before."""
 MOVED_OF_RUNS: Mapping[str, str] = MappingProxyType(
     {
         **MOVED,
@@ -32,7 +32,7 @@ MOVED_OF_RUNS: Mapping[str, str] = MappingProxyType(
         "show_rank": "engine=ps.Local(show_rank=...)",
     }
 )
-"""Likewise, of `run` and `start`."""
+"""New way to write an option of `run` and `start`, by its name of before."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

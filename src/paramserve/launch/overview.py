@@ -42,13 +42,13 @@ EVERY_S = 0.25
 CONNECT_S = 1.0
 """The coordinator is listening when this is called, and accepts at once."""
 PAUSE_S = 0.5
-"""Without a tick for this long, the driver did not run: it was stopped, or busy."""
+"""Seconds without a tick after which the driver counts as stopped, or busy."""
 NO_RECORDS = 1 << 62
 """Asks for what comes after all records."""
 CONNECT_AGAIN_S = 0.25
 """Seconds for one attempt to connect after an error."""
 AGAIN_S = 1.0
-"""Between a line that broke and the next attempt."""
+"""Seconds between a broken connection and the next attempt."""
 RECORDS_S = 10.0
 """How long the last records may take to be fetched."""
 RECORDS_MAX = 1_000_000
@@ -113,7 +113,7 @@ class Overview:
         self._call = 0
         self._asked_at: float | None = None
         self._mute_since: float | None = None
-        """Since when the coordinator cannot be reached, or does not answer."""
+        """When the coordinator became unreachable, or stopped answering."""
         self._next_at = 0.0
         self._ticked_at: float | None = None
         self._next_record = 0 if records else NO_RECORDS
@@ -127,8 +127,8 @@ class Overview:
         """Ends of workers that the coordinator may not know of yet."""
 
     def begin_anew(self) -> None:
-        """From now on the line is to another coordinator, which has nothing of the one before;
-        records that had not come from there are lost."""
+        """Begin anew with another coordinator, which has nothing of the one before; records that
+        had not arrived from there are lost."""
         self.close()
         self._link, self.status, self.error = None, None, None
         self.addresses = ()

@@ -151,8 +151,9 @@ def _is_ref(value: Any) -> bool:
 
 
 def _dumps(value: Any, on_ray: bool) -> bytes:
-    """In cloudpickle, but for `ray.ObjectRef`, which goes as Ray pickles it: cloudpickle's copy has
-    no owner, and reading it waits for ever.
+    """Pickle with cloudpickle, but a `ray.ObjectRef` as Ray does.
+
+    cloudpickle's copy of it has no owner, and reading that waits for ever.
 
     Raises:
         _HoldsRef: there is one, and not `on_ray`.
@@ -224,7 +225,7 @@ def _check_call(
 
 
 def _place(called: Any) -> str:
-    """Where it is defined, as " at file:line"; empty where that is not known."""
+    """Definition of a function, as " at file:line"; empty where that is not known."""
     if isinstance(called, functools.partial):
         called = _unwrapped(called)
     if inspect.isclass(called):

@@ -142,19 +142,19 @@ def _label(key: Key) -> str:
 
 
 def addresses_in(directory: str) -> tuple[str, ...]:
-    """Where the coordinator listens, if it shares this folder."""
+    """Addresses of the coordinator, if it shares this folder."""
     return (f"unix:{directory}/c.sock",)
 
 
 def _for_kernels(directory: str) -> dict[str, str]:
-    """Where no folder can keep compiled kernels, the processes of a run share its own."""
+    """Environment of a run's processes: its own folder where no other can keep kernels."""
     if directory and kernel_folder.choose().folder is None:
         return {kernel_folder.VARIABLE: os.path.join(directory, KERNELS)}
     return {}
 
 
 def directory_path() -> str:
-    """Where a new folder for sockets may be made, by a path that is short enough for them."""
+    """Path of a new folder for sockets that is short enough for them."""
     name = f"paramserve-{secrets.token_urlsafe(6)}"
     base = tempfile.gettempdir()
     too_long = len(os.fsencode(f"{base}/{name}")) > _DIRECTORY_BYTES_MAX

@@ -31,7 +31,7 @@ State = dict[str, npt.NDArray[Any]]
 FILE_NAME_MAX = 240
 """Bytes of a table's name in that of its file; file systems take 255 with the suffix."""
 SNAPSHOT_POLL_S = 0.05
-"""Between two questions for the next snapshot."""
+"""Seconds between two questions for the next snapshot."""
 EXTRA_STATE = "_extra_state"
 """Ends the name of what a module's `get_extra_state` gave, of any type. Source: torch.nn.Module."""
 
@@ -232,7 +232,7 @@ class Watching:
         self._group_names: list[str] = []
         """The run's groups and tables, as long as this one is none of them."""
         self._missing_since_s: float | None = None
-        """Since when there are others; infinite: it was warned of."""
+        """When others appeared; infinite: it was warned of."""
         self._after = 0
         self._buffer: deque[Snapshot] = deque()
         self._lock = threading.Lock()
@@ -361,8 +361,8 @@ def _own(name: str, groups: Mapping[str, list[Block]]) -> list[Block]:
 
 
 def _links_to(name: str, groups: Mapping[str, list[Block]]) -> list[tuple[int, Link]]:
-    """Where tensors of this group's model lie in other groups, the latest last, each with the id of
-    the block that it was told with."""
+    """Links of this group's tensors into other groups, the latest last, each with the id of the
+    block that it was defined with."""
     blocks = sorted((each for blocks in groups.values() for each in blocks), key=lambda b: b.id)
     return [(block.id, link) for block in blocks for link in block.spec.links if link.group == name]
 

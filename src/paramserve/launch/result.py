@@ -55,7 +55,7 @@ class Restarted(NamedTuple):
     repeated: int
 
     def __repr__(self) -> str:
-        """With the first line of the error: `error` has all of it."""
+        """Representation with the first line of the error: `error` has all of it."""
         first, *_ = self.error.failed.splitlines() or [""]
         kind = type(self.error).__name__
         return (
@@ -297,7 +297,7 @@ def returns_of(workers: Iterable[Entry]) -> tuple[dict[int, Any], WorkerFailed |
 
 
 def steps_of(supervisor: Supervisor) -> dict[str, dict[int, list[StepRecord]]]:
-    """By group and rank; what several incarnations of a rank have told follows each other."""
+    """Steps by group and rank, those of a rank's incarnations one after the other."""
     by_group: dict[str, dict[int, list[StepRecord]]] = {}
     for key, kind, body in supervisor.reports:
         if kind == "steps":

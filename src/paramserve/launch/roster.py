@@ -250,7 +250,7 @@ class Roster:
             )
 
     def scale(self, workers: int, now: float) -> tuple[Key, ...]:
-        """From now on this many workers are wanted; those with the highest ranks retire.
+        """Change how many workers are wanted from now on; those with the highest ranks retire.
 
         A worker that retires has `retire_s` to end by itself; one that is still starting is ended
         at once. A rank that comes back while its process still runs is in `Decision.launch` when

@@ -354,8 +354,8 @@ class Job:
         return self._follow(watching)
 
     def handle(self) -> Handle:
-        """For other clients, here or in any process that it is sent to; waits until the servers
-        are up.
+        """Handle for other clients, here or in any process that it is sent to; waits until the
+        servers are up.
 
         Raises:
             ParamServeError: the run has ended, or ended before it was up.
@@ -550,7 +550,7 @@ class Job:
 
     @contextlib.contextmanager
     def _telling_interrupt(self) -> Iterator[None]:
-        """On Ctrl-C say in one line how far the run is."""
+        """Say on Ctrl-C in one line how far the run is."""
         try:
             yield
         except KeyboardInterrupt:

@@ -29,7 +29,7 @@ class _Change:
     workers: int
     done: Future[None] = field(default_factory=Future)
     call: int | None = None
-    """To the coordinator; None: not made yet."""
+    """Call to the coordinator; None: not made yet."""
     answer_by: float = 0.0
 
 

@@ -110,12 +110,12 @@ from paramserve.transport.tcp import split_place, warn_if_open
 ATTEMPT_S = 2.0
 """For one attempt to reach the coordinator; the process ends no later than this when it is told."""
 MISSING_TOLD_S = 60.0
-"""Between two lines about the workers that have not come or left yet."""
+"""Seconds between two lines about the workers that have not joined or left yet."""
 logger = logging.getLogger("paramserve")
 LAST_ANSWER_S = 0.5
-"""After the last worker has left: for answers that are on their way."""
+"""Seconds after the last worker has left, for answers that are on their way."""
 LAST_CHECKPOINT_S = 60.0
-"""For the checkpoint that is written when a cluster is told to end."""
+"""Seconds for the checkpoint that is written when a cluster is told to end."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Settings:
     """Whether Sync waits for a worker that died."""
     until_done: bool
     timeout_s: float
-    """For `until_done`; 0: without end."""
+    """Limit of `until_done`; 0: without end."""
     recovery: Recovery | None
     """Recovery of the first server: its checkpoints."""
     feed: Feed

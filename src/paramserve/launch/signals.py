@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def interrupt_by_ends(stack: ExitStack) -> None:
-    """Until the stack is closed SIGTERM and SIGHUP raise `KeyboardInterrupt`, as Ctrl-C does:
+    """Raise `KeyboardInterrupt` at SIGTERM and SIGHUP until the stack is closed, as at Ctrl-C:
     schedulers and clouds send the first before they take a machine away, and a terminal that is
     lost the second. A program's own handler stays, and so does `nohup`, which ignores SIGHUP; a
     thread other than the main one can set none."""

@@ -156,7 +156,7 @@ class Supervisor:
         """Everything is launched that can be, or nothing will be."""
         self._ending = False
         self._directory = ""
-        """For sockets; empty: there is none."""
+        """Folder for sockets; empty: there is none."""
         self._pid = os.getpid()
         self._fleet = engine.open([str(key) for key in plan.keys], plan.environment)
         self.credentials = Credentials(secrets.token_bytes(TOKEN_BYTES), self._fleet.tls)
@@ -183,7 +183,7 @@ class Supervisor:
 
     @property
     def seconds(self) -> float:
-        """Since the start; stands still once it has ended."""
+        """Seconds since the start; stands still once it has ended."""
         until = self.ended_at if self.ended_at is not None else time.monotonic()
         return until - self._life.started_at
 
@@ -356,7 +356,7 @@ class Supervisor:
             self._happen(Breakdown(error))
 
     def _conclude(self) -> None:
-        """It has ended, whatever happened: the driver waits for this without a limit."""
+        """Record the end, whatever happened: the driver waits for this without a limit."""
         self.ended_at = time.monotonic()
         self.error, self.state = self._life.error, self._life.outcome
         self.ended.set()

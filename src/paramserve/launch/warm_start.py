@@ -22,7 +22,7 @@ STATE_BYTES_MAX = (1 << 32) - (1 << 20)
 
 TABLES_SUFFIX = ".parquet"
 HASHED = re.compile(r"-[0-9a-f]{32}\.parquet$")
-"""At the end of a file's name that has the beginning of its table's (`table_file`)."""
+"""End of a file's name that has the beginning of its table's (`table_file`)."""
 
 
 def pack_state(states_argument: ModelSource | None) -> bytes:

@@ -25,9 +25,9 @@ T = TypeVar("T")
 BACK_S = 600.0
 """How long a cluster that was lost is waited for, unless told."""
 RETRY_S = 0.5
-"""Between two attempts to join a cluster that is on its way out, or not up."""
+"""Seconds between two attempts to join a cluster that is on its way out, or not up."""
 ATTEMPT_S = 10.0
-"""For one attempt: it may have met the cluster that is on its way out, whose servers are gone."""
+"""Seconds for one attempt: it may have met a cluster that is ending, whose servers are gone."""
 
 
 def work(

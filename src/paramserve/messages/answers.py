@@ -103,7 +103,7 @@ class GroupReport(Struct, frozen=True, array_like=True):
     held: tuple[tuple[int, int], ...] = ()
     """Sync: (rank, client) of the gradients of the clock that is not decided yet."""
     clock: int = 0
-    """At which a worker that comes now begins."""
+    """Clock at which a worker that joins now begins."""
     policy: str = ""
     """Name of the policy that holds for its slowest worker."""
     changes: tuple[GroupPolicy, ...] = ()

@@ -24,7 +24,7 @@ class TableSpec(Struct, frozen=True, array_like=True):
     dim: int
     """32-bit words of a row's values in a message: a value has two where `dtype` has 64 bits."""
     dtype: str
-    """In which values are kept: float32, bfloat16 or float16; float64 or int64, to count."""
+    """Dtype in which values are kept: float32, bfloat16 or float16; float64 or int64, to count."""
     seed: int
     options: RuleSpec
     labels: int = 0
@@ -73,5 +73,5 @@ class BlockSpec(Struct, frozen=True, array_like=True):
     """What its definer knew of tensors that several groups have in their models; they may be any
     groups. Of two for one name, the one in the later block counts."""
     dtypes: dict[str, str] = {}
-    """In which its definer's model has those of its tensors that are narrower there than `dtype`
+    """Dtypes of those tensors of its definer's model that are narrower there than `dtype`
     (`core.partition.NARROW`): readers of whole states give them so."""

@@ -94,7 +94,7 @@ class AskCheckpoint(Struct, frozen=True, array_like=True, tag="ask-checkpoint"):
 
 
 class Checkpointed(Struct, frozen=True, array_like=True, tag="checkpointed"):
-    """It is there.
+    """Notice that a checkpoint is committed.
 
     `clocks`: as in `CutTaken`. `nbytes`: of the files that were written for it. `pause_s`: the
     longest that a shard executed nothing for it. `seconds`: from its beginning to the commit.

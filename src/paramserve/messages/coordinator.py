@@ -1,4 +1,4 @@
-"""To and from the coordinator: servers and clients that come and go, names, how the run stands."""
+"""Messages to and from the coordinator: members, names, how the run stands."""
 
 from __future__ import annotations
 
@@ -260,8 +260,8 @@ class MarkDead(Struct, frozen=True, array_like=True, tag="mark-dead"):
 
 
 class Scale(Struct, frozen=True, array_like=True, tag="scale"):
-    """From now on the cluster has this many workers: ranks below may join, no clock waits for
-    them before that, and those above are to end."""
+    """Request to change the number of workers: ranks below may join, no clock waits for them before
+    that, and those above are to end."""
 
     call: int
     workers: int
@@ -417,7 +417,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     collectives: int = 0
     """Barriers and reduced values of all ranks that have ended."""
     seconds: float = 0.0
-    """Since the coordinator began."""
+    """Seconds since the coordinator began."""
     collective: OpenCollective | None = None
     """The one that ranks wait in."""
     expected_servers: int = 0
@@ -425,11 +425,11 @@ class Status(Struct, frozen=True, array_like=True, tag="status-is"):
     checkpoints: CheckpointReport | None = None
     """None: the cluster writes none."""
     sent: tuple[tuple[int, SentGradients], ...] = ()
-    """By rank, what was sent encoded since the coordinator began."""
+    """Gradients by rank that were sent encoded since the coordinator began."""
     speeds: tuple[tuple[int, OwnSpeed], ...] = ()
-    """By rank that lives, of groups whose workers scale their own steps by their speed."""
+    """Speeds by live rank, of groups whose workers scale their own steps by their speed."""
     usage: tuple[tuple[int, WorkerUsage], ...] = ()
-    """By rank that lives, as of its last heartbeat."""
+    """Usage by live rank, as of its last heartbeat."""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok"):

@@ -7,7 +7,7 @@ from msgspec import Struct
 SAVED_BYTES_MAX = 8 << 20
 """Most bytes that one worker has saved: a header carries them."""
 SAVED_NAMES_MAX = 64
-"""Under which one worker saves."""
+"""Most names under which one worker saves."""
 
 
 class Saved(Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ from paramserve.messages import CheckpointReport
 from paramserve.observe.amounts import in_bytes, trained_only
 
 GROUPS_TOLD = 3
-"""In a line about a rollback."""
+"""Most groups in a line about a rollback."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CheckpointStatus:
         return f"{text}; {self.failed} failed: {self.why}" if self.why else text
 
     def line(self, *, path: bool = False) -> str:
-        """In a few words, with the path of the last one if that is asked for."""
+        """Checkpoint in a few words, with the path of the last one if that is asked for."""
         if not self.path:
             text = "no checkpoint yet"
         else:
@@ -94,7 +94,7 @@ class Rollback(NamedTuple):
     seconds: float
 
     def line(self) -> str:
-        """In one sentence, without how long it took."""
+        """Rollback in one sentence, without how long it took."""
         names = sorted(self.clocks_before.keys() | self.clocks.keys())
         back = _listed(
             f"{name!r} from clock {self.clocks_before.get(name, 0)} to {self.clocks.get(name, 0)}"
@@ -110,7 +110,7 @@ class Rollback(NamedTuple):
 
 
 def clocks_in_words(clocks: Mapping[str, int]) -> str:
-    """Where each group is, in brackets; empty: there is none."""
+    """Clock of each group, in brackets; empty: there is none."""
     return _listed(f"{name!r} at clock {clocks[name]}" for name in sorted(clocks))
 
 

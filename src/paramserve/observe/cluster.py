@@ -42,7 +42,7 @@ def _head(address: str, status: Status) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    """Such as "1 worker" and "2 workers"."""
+    """Count and noun, such as "1 worker" and "2 workers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

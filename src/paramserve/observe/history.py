@@ -33,7 +33,7 @@ class StepRecord(NamedTuple):
 
 
 Steps = Mapping[str, Mapping[int, Sequence[StepRecord]]]
-"""By group and rank."""
+"""Steps by group and rank."""
 
 
 class StepsTaken(Struct, frozen=True, array_like=True):

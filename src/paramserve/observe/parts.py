@@ -50,7 +50,7 @@ class Part:
         return [name for name in self.columns if name in omitted]
 
     def as_table(self, width: int) -> RenderableType:
-        """For a terminal of this many columns: what has no room even so is folded within cells."""
+        """Table for a terminal of this many columns; text without room is folded in its cell."""
         out = self.left_out(width, RULED_EACH, RULED)
         table = Table(title=self.title, title_justify="left")
         for name in self.columns:

@@ -11,7 +11,7 @@ from paramserve.observe.history import StepRecord
 from paramserve.observe.view import in_notebook
 
 Curves = Mapping[int, tuple[Sequence[int], Sequence[float]]]
-"""By rank: clocks, and a value for each."""
+"""Clocks by rank, and a value for each."""
 WIDTH_IN, HEIGHT_IN = 7.0, 2.2
 """Size of one plot, in inches."""
 

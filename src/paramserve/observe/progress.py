@@ -10,9 +10,9 @@ from paramserve.observe.status import GroupStatus, RunStatus
 
 ENDED = ("finished", "stopped", "failed")
 WORKERS_SHOWN = 16
-"""In the line about each worker's staleness."""
+"""Most workers in the line about each worker's staleness."""
 INDENT = " " * 9
-"""Before what goes on about the line above: as wide as its seconds."""
+"""Indent of what goes on about the line above: as wide as its seconds."""
 
 
 class Progress:

@@ -24,7 +24,7 @@ class Rates:
     def of(
         self, name: Hashable, seconds: float, count: float, *, whole: bool = False
     ) -> float | None:
-        """By how much a counter grows a second; None: not known yet.
+        """Growth of a counter in a second; None: not known yet.
 
         Args:
             seconds: now; the count is that of the last report, which comes less often.

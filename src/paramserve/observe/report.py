@@ -131,7 +131,7 @@ class RunReport(Struct):
 
 
 _Point = tuple[int, int, float, float]
-"""Its number in the curve, clock, seconds since the run's start, and value."""
+"""Number in the curve, clock, seconds since the run's start, and value."""
 
 
 class _Bucket:
@@ -163,7 +163,7 @@ class _Bucket:
         self.count = count
 
     def points(self) -> list[_Point]:
-        """At most three, in the order in which they came."""
+        """Points, at most three, in the order in which they came."""
         return sorted({each for each in (self.low, self.high, self.odd) if each is not None})
 
 
@@ -197,7 +197,7 @@ class _Thinned:
         self._size *= 2
 
     def points(self) -> list[_Point]:
-        """With the last one, which says where the curve has come to."""
+        """Points with the last one, which says where the curve has come to."""
         points = [point for bucket in self._buckets for point in bucket.points()]
         if self._last is not None and (not points or points[-1] != self._last):
             points.append(self._last)

@@ -268,8 +268,8 @@ class Adopted(ABC, Generic[B]):
         return f"{name}.rank{rank}{BUFFERS}" if self._settings.buffers == "mean" else ""
 
     def finish(self) -> None:
-        """On rank 0, or where it is dead on the lowest rank that is not, assign buffers and
-        untrained parameters, and give the result frozen ones and what modules keep besides."""
+        """Assign buffers and untrained parameters, and give the result frozen ones and what modules
+        keep besides; on rank 0, or where it is dead on the lowest rank that is not."""
         rank = self._worker.rank
         self._find_replacements()
         self._untrained.tell_own(last=True)
@@ -768,7 +768,7 @@ class Adopted(ABC, Generic[B]):
         return self._settings.weight_now(self._worker.leases.step_samples)
 
     def _begin_again(self) -> None:
-        """Before the first step of a worker that was started again."""
+        """Restore before the first step of a worker that was started again."""
         self._registry.begins = False
         self._worker.notices.repeats(self._worker.optimizers.groups[0])
 

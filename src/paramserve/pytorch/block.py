@@ -32,7 +32,7 @@ HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TRAINED = (torch.float32, torch.float64, *HALVES)
 """What the servers train."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element."""
+"""Integer dtypes by the bytes of an element."""
 _SHARES_WORK_MAX = 100_000
 """Candidates that numpy tries before views that are hard to tell apart count as overlapping."""
 
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """In which the servers keep values and state."""
+        """Dtype in which the servers keep values and state."""
         return kept_dtype(self.dtype)
 
     @property
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the servers keep what a model has in this dtype."""
+    """Dtype in which the servers keep what a model has in this dtype."""
     return torch.float32 if dtype in HALVES else dtype
 
 
@@ -223,7 +223,7 @@ class Views:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._kept: dict[int, tuple[Array, Tensor, list[Tensor]]] = {}
-        """By the array's identity; it is kept too, so that no other can have the same."""
+        """Views by the array's identity; it is kept too, so that no other can have the same."""
 
     def of(self, array: Array) -> tuple[Tensor, list[Tensor]]:
         """The array [size of the block] as one tensor, and as one tensor of each shape."""
@@ -249,7 +249,7 @@ class AdoptedBlock:
         self.group: int | None = layout.group
         """Index of the parameter group that these parameters are in now; None: in none."""
         self.present: tuple[bool, ...] | None = None
-        """Which of the parameters are in it; None: all."""
+        """Presence of each parameter; None: all are in it."""
         self._params = list(layout.params)
         self._views = Views(layout)
 

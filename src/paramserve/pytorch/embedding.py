@@ -275,7 +275,7 @@ class KeyedModule(nn.Module):
 
     @property
     def table(self) -> Table:
-        """Where the rows are."""
+        """Table of the rows."""
         return self._table
 
     @property

@@ -97,8 +97,8 @@ class Frozen:
             )
 
     def values(self) -> dict[str, Any]:
-        """Their present values by name, on the CPU, for the result, without those that the servers
-        hold by now; empty, with a warning, where they are too large."""
+        """Present values by name, on the CPU, for the result, without those that the servers hold
+        by now; empty, with a warning, where they are too large."""
         found = {slot.name: slot.value() for slot in self._params}
         left = {
             name: param

@@ -31,17 +31,17 @@ class StateMarks:
         self._group = f"{group}.loaded{BUFFERS}"
 
     def begin(self, names: Iterable[str]) -> None:
-        """On rank 0, before these blocks are defined: their state follows."""
+        """Mark on rank 0, before these blocks are defined, that their state follows."""
         if self._rank == 0:
             self._define(map(_follows, names))
 
     def end(self, names: Iterable[str]) -> None:
-        """On rank 0: their state is stored, or is older than the servers' own."""
+        """Mark on rank 0 that their state is stored, or is older than the servers' own."""
         if self._rank == 0:
             self._define(map(_is_stored, names))
 
     def wait(self, names: Iterable[str]) -> None:
-        """On the other ranks, when these blocks are defined.
+        """Wait, on the other ranks, until these blocks' state is stored.
 
         Raises:
             DefineTimeout: rank 0 did not store their state in time.

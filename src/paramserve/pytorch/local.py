@@ -64,7 +64,7 @@ class Local(Adopted[B]):
         self._samples = 0.0
         """Behind them, together."""
         self.optimizer: Callable[[], Optimizer | None] = lambda: None
-        """Which makes the own steps; None: there is none any more."""
+        """Optimizer that makes the own steps; None: there is none any more."""
 
     def start(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
         """Start as `Adopted.start`; from then on leased loaders know of the own steps."""
@@ -326,7 +326,7 @@ class LocalStepping(Local[StartedBlock]):
         ]
 
     def _cut(self, layout: Layout) -> Iterator[Layout]:
-        """Its tensors in runs, one for each fragment, of about as many values."""
+        """Runs of its tensors, one for each fragment, of about as many values."""
         sizes = [param.numel() for param in layout.params]
         total, before, runs = max(sum(sizes), 1), 0, dict[int, list[str]]()
         for name, size in zip(layout.names, sizes, strict=True):
@@ -462,7 +462,7 @@ class Elastic(Local[ElasticBlock]):
         self._lrs: dict[int, float] = {}
         """Learning rate of each parameter group in its last own step; a scheduler may change it."""
         self._moved: Mapping[int | None, float] = {}
-        """By what part of the distance the center moves in the exchange under way."""
+        """Part of the distance by which the center moves in the exchange under way."""
 
     def _plan(self, index: int, group: ParamGroup) -> list[Plan[ElasticBlock]]:
         self._lrs[index] = _lr_of(index, group)

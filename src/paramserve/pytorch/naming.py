@@ -23,7 +23,7 @@ from paramserve.config import LOOSE
 from paramserve.pytorch.embedding import Rows
 
 _UNSEEN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Under which torch's own wrappers have the wrapped module, at any place in a model."""
+"""Attributes under which torch's wrappers have the wrapped module, at any place in a model."""
 _AROUND = (DataParallel, DistributedDataParallel, AveragedModel)
 """Wrappers of whole models, which have them as `module`."""
 AROUND = "module."
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
     name: str
     raw: str
-    """Its name with the wrappers."""
+    """Name with the wrappers."""
     module: Module
 
     def of(self, attribute: str) -> tuple[str, str]:
@@ -50,7 +50,7 @@ class Slot:
 
     name: str
     raw: str
-    """Its name with the wrappers, as `model.state_dict()` has it."""
+    """Name with the wrappers, as `model.state_dict()` has it."""
     owner: Module | None
     """None: the model has no such module any more."""
     attribute: str
@@ -61,7 +61,7 @@ class Slot:
         return found if isinstance(found, Tensor) else None
 
     def tensor(self) -> Tensor:
-        """Its values, without a gradient. It is known to be there."""
+        """Tensor without a gradient. It is known to be there."""
         found: Tensor = getattr(self.owner, self.attribute)
         return found.detach()
 
@@ -107,13 +107,13 @@ class Names:
         self.buffers: dict[str, Slot] = {}
         self.looks = 0
         self._known: dict[int, tuple[Tensor, list[str]]] = {}
-        """By identity; the tensors too, so that no other one gets the same."""
+        """Names by identity; the tensors too, so that no other one gets the same."""
         self._modules: list[Module | None] = []
         """All but the model itself, as they were at the last look."""
         self._holders: list[Mapping[str, Module | None]] = []
-        """Where they are: the modules of each one, by name."""
+        """Modules of each place, by name."""
         self._keys: list[str] = []
-        """Their names there."""
+        """Names of the places in their modules."""
         self.look()
 
     def follow(self) -> None:
@@ -169,7 +169,7 @@ class Names:
         return [(s, t) for s, t in pairs if t is not None and self.of(t) in (s.name, None)]
 
     def aliases(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """For tied tensors: each further name with the first one, which is the one on the servers.
+        """Further names of tied tensors, each with the first one, which is the one on the servers.
 
         Args:
             names: only of tensors with these first names; None: of all.

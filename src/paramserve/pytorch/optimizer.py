@@ -82,8 +82,8 @@ class AdoptedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
 
     def _forget_scale(self) -> None:
-        """After an error. `GradScaler` takes its scale back only from a step that did not raise,
-        and multiplies by what it finds at the next one."""
+        """Forget the scale after an error. `GradScaler` takes its scale back only from a step that
+        did not raise, and multiplies by what it finds at the next one."""
         for name in _SCALER:
             vars(self).pop(name, None)
 

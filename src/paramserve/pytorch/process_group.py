@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paramserve.client import Client
 
 _GROUP = f"process-group{BUFFERS}"
-"""Where the ranks tell each other where they are. Of groups whose names end so, a result shows
+"""Group in which the ranks exchange their addresses. Of groups whose names end so, a result shows
 nothing by itself."""
 CARD_BYTES = 320
 """Room for a host's name, at most 253 characters (RFC 1035), and a device's."""

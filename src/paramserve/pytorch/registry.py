@@ -29,7 +29,7 @@ class Owner(NamedTuple):
     """Kept, so that no other one gets its identity."""
     group: str
     name: str
-    """In the group."""
+    """Name in the group."""
 
 
 class Member(Protocol):
@@ -79,7 +79,7 @@ class Registry:
 
     @contextmanager
     def adopting(self) -> Iterator[None]:
-        """Where an optimizer cannot be adopted, leave all as it was: it may be tried again."""
+        """Restore all where an optimizer cannot be adopted: it may be tried again."""
         before = self._owners.copy(), self._watched.copy(), self._replaced.copy()
         try:
             yield
@@ -93,7 +93,7 @@ class Registry:
             self._owners[id(tensor)] = Owner(tensor, group, name)
 
     def owner(self, tensor: Tensor) -> Owner | None:
-        """Whose value a tensor has; None: of no optimizer's group."""
+        """Owner of a tensor's value; None: no optimizer's group."""
         return self._owners.get(id(tensor))
 
     def unowned(self, found: Iterable[tuple[Slot, Tensor]]) -> list[str]:

@@ -33,7 +33,7 @@ class Replacements:
         self._params: list[Tensor] = []
         """Parameters that the model had when it was looked through last."""
         self._places: list[tuple[Mapping[str, Any], str]] = []
-        """Where: the parameters of a module, and the name there."""
+        """Places: the parameters of a module, and the name there."""
         self._looks = 0
         """Count of looks at the names when these places were collected."""
 

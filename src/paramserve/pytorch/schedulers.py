@@ -37,7 +37,7 @@ class Progress(NamedTuple):
     options: int
     """A number that others than its options hardly give; 0: it is not torch's."""
     state: bytes
-    """Its `state_dict`, as `plain.dump` has it; empty: it was too large."""
+    """State as `plain.dump` has it; empty: it was too large."""
 
 
 @dataclass

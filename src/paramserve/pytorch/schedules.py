@@ -43,7 +43,7 @@ _NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
 _QUICK = ("lr", "momentum", "betas", "weight_decay")
 """What is compared at each step; the other hyper-parameters go along when one of these changes."""
 BY_HAND_STEPS = 2
-"""In a row before which the function has set numbers itself: it does so at each step."""
+"""Steps in a row before which the function has set numbers itself: it does so at each step."""
 RATES_SHOWN_MAX = 3
 """Most parameter groups of an optimizer whose rates are shown."""
 
@@ -174,7 +174,7 @@ class Schedules:
         return f"schedules of {self._group}"
 
     def start(self, groups: Sequence[ParamGroup]) -> None:
-        """Where the others were first, take the group's hyper-parameters, if no named scheduler
+        """Take the group's hyper-parameters where other ranks were first, if no named scheduler
         makes them: schedulers begin with the optimizer's own."""
         if self._behind:
             found = self._best()

@@ -255,7 +255,7 @@ class Served(Adopted[ServedBlock]):
         return list(zip(self._parts, at, strict=True))
 
     def store_state(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, Any]) -> None:
-        """On rank 0, overwrite the state on the servers with this one; the others only check it."""
+        """Overwrite the state on the servers with this one, on rank 0; the others only check it."""
         self.install_pending()
         fields = [
             torch_state.prepare(part.layout, rule, state)

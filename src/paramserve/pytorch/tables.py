@@ -62,7 +62,7 @@ class Tables:
         self._rank = rank
         self._apart = apart
         self._stepped: dict[int, Stepped] = {}
-        """By the rows' identity."""
+        """Stepped rows by their identity."""
         self._shown: list[Tensor] = []
         """The list of parameters that `_added` are in."""
         self._added: list[Rows] = []

@@ -44,7 +44,7 @@ def name_schedulers(adopted: Adopted[Any], schedulers: Sequence[LRScheduler]) ->
 
 
 def look_for_unnamed(adopted: Adopted[Any], optimizer: Optimizer) -> None:
-    """Before the first step: warn where the optimizer has a scheduler and none was named, and
+    """Warn before the first step where the optimizer has a scheduler and none was named, and
     another incarnation may follow, which would begin it anew."""
     adopted.unnamed = False
     stepped = vars(optimizer).get("step")

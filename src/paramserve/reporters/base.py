@@ -16,7 +16,7 @@ from paramserve.observe.metrics import Sample
 from paramserve.observe.status import RunStatus
 
 PACKAGES = ("paramserve", "numpy", "torch", "ray")
-"""Whose versions are told, where they are installed."""
+"""Packages whose versions are shown, where they are installed."""
 
 
 def versions() -> dict[str, str]:
@@ -56,7 +56,7 @@ class RunInfo:
         return fields | {f"version_{name}": each for name, each in versions.items()}
 
     def settings(self) -> dict[str, str]:
-        """In words, without the versions: a seed is more than JavaScript's numbers hold."""
+        """Settings as text, without versions: a seed exceeds the numbers of JavaScript."""
         hidden = {"versions"} if self.resumed else {"versions", "resumed"}
         return {name: str(each) for name, each in asdict(self).items() if name not in hidden}
 

@@ -18,7 +18,7 @@ from paramserve.observe.status import RunStatus
 from paramserve.reporters.base import Report, RunInfo
 
 EVERY_S = 1.0
-"""Between two reports: servers tell what they did once a second."""
+"""Seconds between two reports: servers report once a second."""
 HANG_S = 30.0
 """How long one report may take; after that its reporter is called no more."""
 CLOSE_S = 10.0
@@ -62,7 +62,7 @@ class Feed:
     def start(
         self, reported: Reported, *, ends: bool = True, steps: Callable[[], Steps] = dict
     ) -> None:
-        """From now on they are told of this run or cluster.
+        """Start to report this run or cluster.
 
         Args:
             ends: whether the last report is of its end; else it is when `close` is called.

@@ -21,7 +21,7 @@ from paramserve.observe.status import RunStatus, WorkerLoad
 from paramserve.reporters.base import Report, Reporter, RunInfo
 
 EVERY_S = 30.0
-"""Between two writings: a run that is killed has a report that is at most so old."""
+"""Seconds between two writings: a run that is killed has a report that is at most so old."""
 PAGE, DATA = "report.html", "report.json"
 
 

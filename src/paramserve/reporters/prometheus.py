@@ -30,7 +30,7 @@ CONNECTIONS_MAX = 16
 REQUEST_S = 5.0
 """How long a connection may take, from its first byte to the last of its answer."""
 POLL_S = 0.25
-"""Between two looks for connections that take longer."""
+"""Seconds between two looks for connections that take longer."""
 
 
 class _Silent(WSGIRequestHandler):

@@ -69,7 +69,7 @@ class Adagrad(BuiltIn):
             value[i] -= rate * (d / (np.sqrt(ti) + e))
 
     def counted(self, hyper: Hyper) -> bool:
-        """With `lr_decay`."""
+        """True with `lr_decay`."""
         return hyper[1] != 0.0
 
 

@@ -34,7 +34,7 @@ INF = U(0x7F800000)
 BFLOAT_INF, BFLOAT_MAX, BFLOAT_QUIET = U(0x7F80), U(0x7F7F), U(0x0040)
 BFLOAT_BELOW_HALF = U(0x7FFF)
 BFLOAT_OVER, FLOAT_OVER = np.int32(0x7F7F8000), np.int32(0x477FF000)
-"""In float32: the smallest numbers that would be rounded to Inf."""
+"""Smallest numbers, as float32 bits, that would be rounded to Inf."""
 FLOAT_SIZE, FLOAT_INF, FLOAT_MAX, FLOAT_NAN = U(0x7FFF), U(0x7C00), U(0x7BFF), U(0x7E00)
 FLOAT_NORMAL = U(0x0400)
 """The bits of 2**-14: below it, float16 has steps of 2**-24."""

@@ -28,7 +28,7 @@ LOW16, LOW32 = U(0xFFFF), U(0xFFFFFFFF)
 SIGN, HALF_SIGN = U(0x80000000), U(0x8000)
 INF = U(0x7F800000)
 BFLOAT16 = 1
-"""In `RowLayout.half`; 2 is float16."""
+"""Number of bfloat16 in `RowLayout.half`; 2 is float16."""
 
 BFLOAT_INF, BFLOAT_MAX, BFLOAT_QUIET = U(0x7F80), U(0x7F7F), U(0x0040)
 FLOAT_INF, FLOAT_MAX, FLOAT_QUIET = U(0x7C00), U(0x7BFF), U(0x0200)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AHEAD = 8
 """Rows. Measured with 512 bytes a row, random in 4 GiB."""
 LAST_COUNT = 2**32 - 1
-"""Where a row's count stays."""
+"""Largest count of a row, where it stays."""
 
 
 class Rows(NamedTuple):

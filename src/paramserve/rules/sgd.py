@@ -83,5 +83,5 @@ class SGD(BuiltIn):
                 value[i] -= rate * (near * d + far * m)
 
     def counted(self, hyper: Hyper) -> bool:
-        """With dampening, whose first update is unlike all others."""
+        """True with dampening, whose first update is unlike all others."""
         return hyper[1] != 0.0 and hyper[2] != 0.0

@@ -94,7 +94,7 @@ def _kind(rule: type[BuiltIn], **torchs: str) -> Kind:
 _SGD = Kind(_read_sgd, lambda options: SGD(*options))
 _ADAM = Kind(_read_adam, lambda options: Adam(*options))
 _ADAGRAD = _kind(Adagrad)
-"""For rows, and what is pushed by name: torch shows its state before the first step already."""
+"""Kind for rows and pushes by name: torch shows its state before the first step already."""
 DECOUPLED = "decoupled_weight_decay"
 _KERNELS: dict[type[Optimizer], Kind] = {
     torch.optim.SGD: _SGD,

@@ -45,7 +45,7 @@ class PreparedMemory(CutMemory):
 
     def __init__(self) -> None:
         self._ready: dict[int, list[Pages]] = {}
-        """By size."""
+        """Memory by size."""
 
     def prepare(self, sizes: Iterable[int]) -> list[Pages]:
         """Memory for arrays of these sizes, for `add`; takes long, and may run in any thread."""

@@ -82,7 +82,7 @@ Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | Non
 
 ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye | AskDebug
 Frame = tuple[Connection, bytes, ByteArray | None]
-"""From where, its header and its payload."""
+"""Connection, header and payload of a frame."""
 
 _decode_client = decoder(ClientMessage).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -138,7 +138,7 @@ class ServerRole:
         self._needed = needed
         self._memory_bytes = memory_bytes
         self._parties: dict[Connection, int] = {}
-        """By connection, its client; 0: another server; -1: nothing that it sends counts."""
+        """Client by connection; 0: another server; -1: nothing that it sends counts."""
         self._clients: dict[int, Connection] = {}
         self._memories: dict[Connection, Memory] = {}
         """What the requests of a client speak of, by connection."""
@@ -524,7 +524,7 @@ class ServerRole:
         )
 
     def begin_cut(self) -> None:
-        """On the server of shard 0: take a cut of all shards, unless one is under way."""
+        """Take a cut of all shards, unless one is under way; on the server of shard 0."""
         self._happen(CutWanted())
 
     def close(self) -> None:

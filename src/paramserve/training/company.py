@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paramserve.client.client import Client
 
 WAIT_S = 30.0
-"""For what the others do behind that epoch, as an evaluation."""
+"""Seconds for what the others do behind that epoch, as an evaluation."""
 POLL_S = 0.05
 
 

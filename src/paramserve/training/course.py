@@ -111,9 +111,9 @@ class Course:
         self.late = 0
         self.loops_ended = 0
         self._missed: dict[str, int] | None = None
-        """By group: clocks that `late` knows of; None: no pass has begun."""
+        """Clocks by group that `late` knows of; None: no pass has begun."""
         self._clocks: dict[str, int] = {}
-        """By group, when it was looked at last."""
+        """Clock by group when it was looked at last."""
         self._moves = 0
         """How often groups were seen to step, and clocks that `late` has counted."""
         self._rests = 0
@@ -281,7 +281,7 @@ class Course:
         return new_pass
 
     def _go_on(self, new_pass: Pass, epochs: Epochs, remaining: int) -> None:
-        """Where a pass begins of whose steps older incarnations have made some."""
+        """Resume a pass of whose steps older incarnations have made some."""
         record, extent = self._irregular_passes(epochs).of(epochs.number), new_pass.extent
         if new_pass.number < record.passes:
             self.steps_left = remaining - self._leave_out_summed(epochs, new_pass.number + 1)
@@ -525,7 +525,7 @@ class Pass:
         return False
 
     def close(self, epochs: int) -> None:
-        """It has ended, or its loop was left.
+        """Record that the pass has ended, or its loop was left.
 
         Args:
             epochs: that it has begun.

@@ -12,8 +12,8 @@ from paramserve.training.notices import Notices
 from paramserve.training.optimizers import Optimizers
 
 PassesByDataset = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[Hashable, Any]]]
-"""By the identity of a dataset: what it is known by (weak references, which drop the entry, or the
-object), and what its loaders have in common, by their arguments."""
+"""Passes by the identity of a dataset: what it is known by (weak references, which drop the entry,
+or the object), and what its loaders have in common, by their arguments."""
 
 
 class Host(Protocol):

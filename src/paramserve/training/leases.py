@@ -32,7 +32,7 @@ SMOOTHING = 0.3
 """Weight of the newest step in the mean time for a sample: about the last 3 steps count."""
 
 AS_WORKER_SAYS = 0
-"""For a plan's `batches_per_step`, until the first loop begins."""
+"""Value of a plan's `batches_per_step` until the first loop begins."""
 
 Mark = tuple[int, int]
 
@@ -61,7 +61,7 @@ class Leases:
         self.loader_count = 0
 
     def next_name(self) -> str:
-        """For one more loader: the same on all ranks that make them in the same order."""
+        """Name of one more loader: the same on all ranks that make them in the same order."""
         self.loader_count += 1
         return f"loader-{self.loader_count}"
 
@@ -124,7 +124,7 @@ class LeasedWork:
         """The newest one; its `start` moves on as batches are drawn."""
         self._newest_lease = 0
         self._first = 0
-        """Where the newest lease began."""
+        """First sample of the newest lease."""
         self._pending: deque[DrawnBatch] = deque()
         """Drawn, and in no step yet."""
         self._delivered = 0

@@ -37,8 +37,8 @@ class Notices:
         """Whether `repeats` has."""
 
     def repeats(self, group: str) -> None:
-        """Before a step of an optimizer in a worker that was started again: warn where it makes the
-        steps of its older incarnation once more, because nothing has asked how many these were.
+        """Warn where a restarted worker repeats steps of its older incarnation, because nothing has
+        asked how many these were.
 
         Args:
             group: the first one that the worker steps on.
@@ -74,8 +74,8 @@ class Notices:
         write_line(line)
 
     def nothing_left(self, group: str) -> None:
-        """At the end of the function: say where a worker that was started again, or that goes on
-        from a checkpoint, has made no step, and so has maybe printed nothing.
+        """Report at the end of the function that a restarted or resumed worker has made no step,
+        and so has maybe printed nothing.
 
         Args:
             group: the first one that the worker steps on.

@@ -57,7 +57,7 @@ class Position:
         self._looks = deque[int](maxlen=LOOKS_MAX)
         """`last_call` when the program looked at its clock before its first step."""
         self._looks_of_round = 0
-        """Its looks between that step and the next one."""
+        """Looks of the program between that step and the next one."""
         self._first_step: tuple[str, int] | None = None
         """The group of the first step, and `last_call` there."""
         self._begins: int | None = None
@@ -120,8 +120,9 @@ class Position:
         return self._leases.present is not None or self._course.in_pass
 
     def _begin_steps(self) -> bytes | None:
-        """Before the first step: what is to be saved of the loop. The others wait no longer for
-        this rank in calls that it has left out, if it was restarted.
+        """State of the loop to be saved before the first step.
+
+        The others wait no longer for this rank in calls that it has left out, if it was restarted.
 
         Raises:
             CollectiveMismatch: it has made some of the calls before this step, and not all.
@@ -159,9 +160,11 @@ class Position:
         return b"%d" % self._begins
 
     def _correct_begin(self, first_step_call: int) -> bytes | None:
-        """Before the second step: where the program looks in each round, its last look before the
-        first step may have been one of that round. The loop then began with one before it, if the
-        calls of a round lie between that one and the step. Else the last look began it.
+        """State of the loop to be saved before the second step; None: it began as assumed.
+
+        Where the program looks in each round, its last look before the first step may have been
+        one of that round. The loop then began with one before it, if the calls of a round lie
+        between that one and the step. Else the last look began it.
 
         Args:
             first_step_call: at the first step.

@@ -20,7 +20,7 @@ from paramserve.transport.framing import ByteArray
 
 NONCE_BYTES: Final = 16
 RESERVED_BYTES: Final = ALIGN
-"""At the start of an arena: each new connection writes its nonce here. Slots begin after it."""
+"""Bytes at the start of an arena where each connection writes its nonce. Slots begin after it."""
 
 # Linux's fcntl numbers (fcntl.h, kernel ABI); Python names them only where libc did when it was
 # built.

@@ -42,7 +42,7 @@ _GREETING: Final = struct.Struct("<4sHH")
 GREETING_BYTES: Final = _GREETING.size
 ANSWER_BYTES: Final = NONCE_BYTES + PROOF_BYTES
 REFUSAL: Final = bytes(PROOF_BYTES)
-"""In place of the server's proof: the client's was wrong. No HMAC has this value."""
+"""Proof of a server that refuses: the client's was wrong. No HMAC has this value."""
 TOKEN_OPTIONS: Final = (
     "--token-file of a command, token_file= of ps.connect, PARAMSERVE_TOKEN_FILE of "
     "ps.from_environment"
@@ -203,8 +203,8 @@ class TokenFile:
 
 
 _files: dict[bytes, TokenFile] = {}
-"""By the token that was read there first. What is pickled has a token only: in another process it
-stays as it is, for the path may be another cluster's there."""
+"""Files by the token that was read there first. What is pickled has a token only: in another
+process it stays as it is, for the path may be another cluster's there."""
 
 
 def tokens(credentials: Credentials, grace_s: float) -> tuple[bytes, ...]:

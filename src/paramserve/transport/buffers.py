@@ -18,7 +18,7 @@ from paramserve.transport.framing import ByteArray, aligned_empty
 POOLED_BYTES_MIN: Final = 256 << 10
 """Below it the allocator itself keeps memory; above it memory comes fresh from the system."""
 _ROUND: Final = 64 << 10
-"""So that payloads of almost one size share a buffer."""
+"""Multiple of buffer sizes, so that payloads of almost one size share a buffer."""
 
 
 class Buffers:

@@ -50,14 +50,14 @@ LOOK_S = 1.0
 """How often a thread that waits for an answer looks whether another thread has ended the
 connection."""
 ATTEMPT_S = 2.0
-"""For one attempt to connect again to a coordinator that does not answer; a process that is told to
-end ends no later than this."""
+"""Seconds for one attempt to connect again to a coordinator that does not answer; a process that is
+told to end ends no later than this."""
 HURRY_S = 0.25
 """Seconds of the first attempt, and where no process listens or this side is about to end."""
 HURRIED_IO_S = 1.0
-"""Where this side is about to end: for how long the coordinator may take nothing of a message."""
+"""Seconds that the coordinator may take nothing of a message while this side is ending."""
 AGAIN_S = 0.02
-"""Between two attempts."""
+"""Seconds between two attempts."""
 NOTIFY_S = 1.0
 """How long a heartbeat waits for another thread of this process that sends."""
 
@@ -93,7 +93,7 @@ class ControlLink:
         self._posted = 0
         """The call that was posted last; 0: none was."""
         self._answer: CoordinatorReply | None = None
-        """To that one."""
+        """Answer to that call."""
         self._dial: Callable[[float], Link] | None = None
         self._identity: Reconnect | None = None
         self._deadlines = Deadlines()
@@ -131,8 +131,8 @@ class ControlLink:
         return control
 
     def identify(self, identity: Reconnect, deadlines: Deadlines) -> None:
-        """From now on a broken connection is made anew, and this is sent first; the calls that
-        follow must be such that repeating them is safe."""
+        """Send this first on each new connection from now on; the calls that follow must be such
+        that repeating them is safe."""
         self._identity, self._deadlines = identity, deadlines
         self._link.keep_open()
 
@@ -505,7 +505,7 @@ class ControlLink:
         )
 
     def fileno(self) -> int:
-        """For a loop that waits until something comes."""
+        """Descriptor for a loop that waits until something arrives."""
         return self._link.fileno()
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ HAS_ABSTRACT: Final = sys.platform == "linux"
 
 
 GRACE_S: Final = Limits().token_grace_s
-"""For so long after its token file was renewed, a client tries the old token where the new one is
-refused: the servers' file may be renewed later."""
+"""Seconds, after its token file was renewed, in which a client tries the old token where the new
+one is refused: the servers' file may be renewed later."""
 LISTENS_S: Final = 1.0
 """How long an attempt may take that only asks whether a process listens."""
 

@@ -33,7 +33,7 @@ class Inherited(Protocol):
 class Lendable(Protocol):
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """Where it lies."""
+        """Bytes of the memory."""
 
 
 lent: dict[Lendable, None] = {}

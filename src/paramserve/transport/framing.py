@@ -140,7 +140,7 @@ class FrameReader:
         self.end = 0
 
     def space(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty."""
+        """Memory for the next bytes of the stream; never empty."""
         end = self.end
         return self.buffer[end:] if end else self.buffer
 

@@ -53,9 +53,9 @@ _LIMITS: Final = Limits()
 _IO_TIMEOUT_S: Final = Deadlines().request_s
 LOGGED_MAX: Final = 1024
 _logged: set[tuple[str, str]] = set()
-"""Which address was used instead of which, as far as it was told."""
+"""Pairs, as far as logged, of the address that was used and the one it replaced."""
 _RETRY_S: Final = 0.02
-"""Between attempts to reach a peer that is not there yet."""
+"""Seconds between attempts to reach a peer that is not there yet."""
 _LOOK_S: Final = 0.5
 """How often a waiting thread looks whether another one has changed `io_timeout_s`."""
 _decode_refused = decoder(Refused).decode
@@ -111,7 +111,7 @@ class Link:
         self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
         self._pid = os.getpid()
         self._closed = False
-        """Here; in a forked child too, where `abandon` is called first of all."""
+        """True: closed here; in a forked child too, where `abandon` is called first of all."""
         self._tls = isinstance(sock, TlsSocket)
         sock.setblocking(False)
         self._poll_in = select.poll()
@@ -456,8 +456,8 @@ class Link:
         ).close()
 
     def keep_open(self) -> None:
-        """From now on a connection that is broken off stays open until `close`, since the peer
-        takes its end for the end of this process."""
+        """Keep a broken connection open until `close`, since the peer takes its end for the end of
+        this process."""
         self._spare = socket.socket()
         self._spare.close()
 

@@ -50,8 +50,8 @@ _DESCRIPTORS_EACH: Final = 3
 _DESCRIPTORS_OWN: Final = 256
 """Descriptors of the process itself."""
 _LOG_EVERY_S: Final = 60.0
-"""Between two warnings that unknown peers hold all places, that no peer can be accepted, or of
-refusals of one address."""
+"""Seconds between two warnings that unknown peers hold all places, that no peer can be accepted, or
+of refusals of one address."""
 _REFUSED_FROM_MAX: Final = 256
 """Addresses that are told apart in such warnings within that time; others are only counted."""
 
@@ -93,7 +93,7 @@ class Listener:
         self._crowded_out: set[asyncio.Task[None]] = set()
         self._told_at = self._accept_told_at = -_LOG_EVERY_S
         self._refused_from: dict[str, tuple[float, int]] = {}
-        """By address that was not authenticated: when that was told, and how often since then."""
+        """When a refusal of each address was logged, and how often it was refused since."""
         self._connections: set[StreamConnection] = set()
         self._closed = False
         sock.setblocking(False)

@@ -15,7 +15,7 @@ logger = logging.getLogger("paramserve")
 
 T = TypeVar("T")
 LOOK_S: Final = 1.0
-"""Between two looks whether the files are others."""
+"""Seconds between two looks whether the files are others."""
 Stamp = tuple[tuple[int, ...] | None, ...]
 
 

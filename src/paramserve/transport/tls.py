@@ -150,8 +150,8 @@ def _renegotiation() -> ConnectionAbortedError:
 
 
 def server_context(tls: TLS) -> ssl.SSLContext:
-    """For a listener. The files are read once per process, and again when they have changed: see
-    `Renewed`.
+    """Context of a listener. The files are read once per process, and again when they have changed:
+    see `Renewed`.
 
     Raises:
         ParamServeError: a file cannot be read, or holds something else; it is named. Not where they
@@ -161,7 +161,7 @@ def server_context(tls: TLS) -> ssl.SSLContext:
 
 
 def client_context(tls: TLS) -> ssl.SSLContext:
-    """For a client; as `server_context`."""
+    """Context of a client; see `server_context`."""
     return _for_clients(tls).get()
 
 

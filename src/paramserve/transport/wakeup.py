@@ -10,7 +10,7 @@ from functools import cache
 
 ROUNDS = 9
 IDLE_S = 300e-6
-"""Before each round: a core that has nothing to do for so long is halted."""
+"""Seconds before each round: a core that has nothing to do for so long is halted."""
 COST_S_MAX = 500e-6
 """What costs more was measured on a busy machine."""
 _GO, _END = b"g", b"e"

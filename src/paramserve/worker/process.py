@@ -29,7 +29,7 @@ class WorkerConfig(Struct, frozen=True):
 
     rank: int
     coordinator: tuple[str, ...]
-    """Its addresses."""
+    """Addresses of the coordinator."""
     seed: int
     limits: Limits = Limits()
     deadlines: Deadlines = Deadlines()

@@ -87,7 +87,7 @@ class Worker:
         self._report = report
         self._process_group: StartedGroup | None = None
         self._random: bytes | None = None
-        """Where an older incarnation's generators were; empty when no loader needs it any more,
+        """Random generators of an older incarnation; empty when no loader needs them any more,
         None: the servers were not asked."""
         self._position = Position(client, self.optimizers, self.course, self.leases)
         self._collectives = Collectives(client.connection, client.steps, self._position)

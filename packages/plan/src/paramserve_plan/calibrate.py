@@ -153,7 +153,7 @@ class Compared(NamedTuple):
 
     @property
     def off(self) -> float:
-        """By which part of the measured time the model is off."""
+        """Part of the measured time by which the model is off."""
         return self.modelled_s / self.measured_s - 1.0
 
 
@@ -254,7 +254,7 @@ def fit(policy: Policy, model_bytes: float, measured: Measured, cores: int) -> F
 
 
 def solve(rises: Callable[[float], float], goal: float, bounds: tuple[float, float]) -> float:
-    """Where a rising function reaches a goal, or the nearer bound; by halving ratios."""
+    """Point where a rising function reaches a goal, or the nearer bound; by halving ratios."""
     low, high = bounds
     if rises(low) >= goal:
         return low

@@ -259,7 +259,7 @@ def codec_of(text: str, *, option: str = "--codec") -> Codec:
 
 
 def _split(text: str) -> list[str]:
-    """At commas that are not within brackets."""
+    """Split at commas that are not within brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

@@ -163,7 +163,7 @@ class Worker:
         self.clock = self.next = 0
         """Steps finished, and what that is after the step under way."""
         self.base = [0] * shards
-        """By shard, the version that it has read."""
+        """Version that it has read of each shard."""
         self.up_at = self.down_at = 0.0
         """When its link will be free, in each direction."""
         self.answers = 0
@@ -188,11 +188,11 @@ class Shard:
         self.in_at = self.out_at = 0.0
         """When its link will be free, in each direction."""
         self.waiting: list[Worker] = []
-        """Their pulls are held."""
+        """Workers whose pulls are held."""
         self.steps: dict[int, Worker] = {}
-        """By rank, whose gradients of the clock under way are here."""
+        """Workers by rank whose gradients of the clock under way are here."""
         self.early: list[Worker] = []
-        """Their gradients are of a later clock, which this shard does not know yet."""
+        """Workers whose gradients are of a later clock, which this shard does not know yet."""
         self.told = False
         """Whether the lead knows that this shard is ready."""
         self.since = 0.0
@@ -306,9 +306,9 @@ class Model:
         ]
         self._built_in = is_built_in(policy)
         self._answers: dict[tuple[int, int], Admission] = {}
-        """By clock and slowest clock, what a built-in policy said to a pull."""
+        """Admission of a pull by clock and slowest clock, as a built-in policy said."""
         self._ready: dict[int, tuple[frozenset[int], float]] = {}
-        """At the lead, by shard: whose gradients are there, and since when it is so."""
+        """Ranks by shard whose gradients are there, at the lead, and since when it is so."""
         total = clocks if clocks is not None else clocks_of(setting)
         self._last = total * setting.workers
         self._warm = max(1, round(WARM * total)) * setting.workers

@@ -25,7 +25,7 @@ SPREAD = 16
 """Shards of the floor, or one: with many a pull overlaps with its push, with one the messages are
 few."""
 GIVE_UP = 4
-"""At most so many times more shards than workers: each worker has a message for each."""
+"""Most times more shards than workers: each worker has a message for each."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def label(row: Row) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """With three digits and a unit."""
+    """Time with three digits and a unit."""
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if seconds < limit:
             return f"{seconds * factor:.3g} {unit}"

@@ -352,7 +352,7 @@ def _miscounted(row: Row, where: str) -> list[str]:
 
 
 def _pushed(history: History) -> dict[tuple[int, int], int]:
-    """By (writer, block): the pushes that went to it, of clocks that are all or nothing."""
+    """Pushes by (writer, block) that went to it, of clocks that are all or nothing."""
     found: dict[tuple[int, int], int] = {}
     for call in history.calls:
         together = history.collects_at(call.clock) and history.has_clock(call)
@@ -378,7 +378,7 @@ class _Gone:
         return self._found[part]
 
     def by(self, part: Part, writer: int, order: int | None = None) -> int:
-        """For sure, of a writer's on a part; before an order, if one is given."""
+        """Surely deleted pushes of a writer on a part; before an order, if one is given."""
         found = 0
         for each in self._of(part):
             if order is None or each.order < order:

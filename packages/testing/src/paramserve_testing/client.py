@@ -59,14 +59,14 @@ class SimulatedClient(ClientProcess):
         self.blocks: dict[str, Block] = {}
         """Blocks that the client knows, by name."""
         self._planned: dict[str, GroupStep] = {}
-        """By group, the step that is about to be sent."""
+        """Step of each group that is about to be sent."""
         self._issued: list[tuple[str, Call, Operation]] = []
         """What the present call has sent."""
         self._asked = Counter[int]()
-        """By shard, the reads of the present call."""
+        """Reads of the present call, by shard."""
         self._calls = 0
         self._pushes = Counter[str]()
-        """By group, so far."""
+        """Pushes so far, by group."""
         self.changes: deque[Policy] = deque()
         """Policies that it is to give the group, when it has room for a request."""
         self._undefined = list(cluster.workload.blocks)

@@ -29,7 +29,7 @@ from paramserve.config import CodecSpec
 
 SEEDS = (0, 1, 0xFFFFFFFF)
 DRAWS = 10_000
-"""From which an unbiased codec's mean is taken."""
+"""Draws from which an unbiased codec's mean is taken."""
 ROUNDS = 1000
 """Rounds of error feedback."""
 GARBAGE = 200
@@ -121,7 +121,7 @@ class CodecSuite:
                 )
 
     def test_mean_over_the_seeds_is_the_value(self) -> None:
-        """To 4 standard errors, where the codec is declared unbiased."""
+        """Test the mean to 4 standard errors, where the codec is declared unbiased."""
         if not self.unbiased:
             return
         values = normal(50, 1.0)

@@ -139,7 +139,7 @@ class _Reads:
                 self._calls.setdefault(call.writer, []).append(call)
 
     def own(self, call: Call, part: Part) -> int | None:
-        """Its own pushes in what it had read last when it began a call; None: nothing of the part,
+        """Own pushes in what it had read last when it began a call; None: nothing of the part,
         though it may have read it before, or as no member, of whose reads no copies are kept."""
         # A later call may be answered first: a shard answers in order, but a call waits for all.
         known = [

@@ -175,7 +175,7 @@ class Drill:
         raise AssertionError(self._text(f"workers {short} were not admitted in the end"))
 
     def _able(self) -> list[int]:
-        """Who waits for nothing."""
+        """Clients that wait for nothing."""
         stuck = {*self.held, *self.group.arrived}
         return [rank for rank in self.group.clocks if rank not in stuck]
 
@@ -300,7 +300,7 @@ class Drill:
         self.group.version += 1
 
     def _text(self, what: str) -> str:
-        """Who waits for whom, for a message."""
+        """Waits of all clients, for a message."""
         waiting = [
             f"worker {rank} (clock {pull.clock}) waits for {_with_clocks(self.waits[rank], self)}"
             for rank, pull in self.held.items()

@@ -41,7 +41,7 @@ class Fiber:
         return getcurrent() is self._greenlet
 
     def wait_until(self, time_s: float) -> None:
-        """From within: do nothing until a time, or until `wake`."""
+        """Do nothing, within the fiber, until a time or until `wake`."""
         assert self.running
         self._clock.at(time_s, self._resume, self._turn)
         self._hub.switch()
@@ -55,7 +55,7 @@ class Fiber:
         self._clock.at(self._clock.now, self._resume, self._turn)
 
     def freeze(self, seconds: float) -> None:
-        """It stands still from its next wait on."""
+        """Stop the fiber from its next wait on."""
         self.frozen_until = max(self.frozen_until, self._clock.now + seconds)
 
     def kill(self) -> None:
@@ -66,7 +66,7 @@ class Fiber:
         self._clock.at(self._clock.now, self.end)
 
     def end(self) -> None:
-        """From the outside: end it where it waits."""
+        """End the fiber, from the outside, where it waits."""
         self._killed = True
         if self._greenlet:  # begun and not ended
             self._greenlet.throw(GreenletExit)

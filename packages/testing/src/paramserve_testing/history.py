@@ -141,9 +141,9 @@ class Decided(NamedTuple):
     contributors: tuple[tuple[int, int], ...]
     empty: bool
     waited_s: float = 0.0
-    """Since the first step of this clock came to any shard after the clock before was decided."""
+    """Seconds since the first step of this clock came to any shard after the last decision."""
     late_s: float = 0.0
-    """Since as many steps as the policy asks for had come to every shard."""
+    """Seconds since as many steps as the policy asks for had come to every shard."""
     step_s: float | None = None
     """The median time of a step that the lead went by (`GroupView.step_s`); None: not recorded."""
 
@@ -169,7 +169,7 @@ class Applied(NamedTuple):
     momentum: float
     given: float
     change: float = 0.0
-    """By how much the gradient's own counter was off, after its correction by lambda * change."""
+    """Error of the gradient's own counter, after its correction by lambda * change."""
 
 
 class Update(NamedTuple):
@@ -224,7 +224,7 @@ class Agreed(NamedTuple):
     again: bool
     """Whether the worker makes calls again that others made before it came."""
     nth: int
-    """Which one it is of the program, which all workers run."""
+    """Number of it in the program, which all workers run."""
 
 
 class Company(NamedTuple):
@@ -240,7 +240,7 @@ class Company(NamedTuple):
     live: tuple[int, ...]
     """Ranks that lived from the call to the answer."""
     returned: tuple[int, ...]
-    """Where all others had ended before the call: those that had returned by themselves."""
+    """Ranks that returned by themselves, where all others had ended before the call."""
 
 
 @dataclass

@@ -84,7 +84,7 @@ class VirtualLoop:
         self._writers: dict[int, Callback] = {}
         self._writing: set[int] = set()
         self.files: dict[int, File] = {}
-        """By descriptor, those that are known."""
+        """Files by descriptor."""
 
     # --- what a driver uses -------------------------------------------------------------
 

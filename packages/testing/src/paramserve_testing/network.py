@@ -28,7 +28,7 @@ from paramserve.virtual import VirtualClock
 Bytes = npt.NDArray[np.uint8]
 
 Way = tuple[str, str]
-"""From a place to a place."""
+"""Way from a place to a place."""
 
 BREAK_S = 0.005
 """A stream that lost a frame breaks within this."""
@@ -146,7 +146,7 @@ class End(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it is, for ways that are cut or slow: "worker 0", "shard 1", "coordinator"."""
+        """Place for ways that are cut or slow: "worker 0", "shard 1", "coordinator"."""
         ...
 
     def received(self, stream: Stream, frame: Frame) -> None:
@@ -188,7 +188,7 @@ class Network:
         """What frames take time on besides their delay; None: links carry any number of bytes at
         once."""
         self._cut: dict[Way, float] = {}
-        """Until when."""
+        """End of each way's cut."""
         self._held: dict[Way, list[Callable[[], None]]] = {}
         """What goes on when the way is mended."""
         self._slow: dict[Way, tuple[float, float]] = {}
@@ -286,16 +286,16 @@ class Stream:
         self.unread = [0, 0]
         """Frames of each side that the other one has not read."""
         self.holds: int | None = None
-        """So many of them at most, or any number: a side waits before it sends more."""
+        """Most of them, or any number: a side waits before it sends more."""
         self.on_room: list[Callable[[], None]] = [_nothing, _nothing]
-        """By side: called when the other one has read a frame of it."""
+        """Callbacks by side for when the other one has read a frame of it."""
         self._network = network
         self._ends = (near, far)
         self._ways = ((near.place, far.place), (far.place, near.place))
         self._rates = rates
         self._free_at = [0.0, 0.0]
         self._on_link: tuple[deque[Frame | None], deque[Frame | None]] = (deque(), deque())
-        """By side, what its link carries, and what waits behind that; None: the side's end."""
+        """Frames by side on its link, and what waits behind that; None: the side's end."""
         self._closed = [False, False]
 
     def send(self, side: int, frame: Frame) -> None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from paramserve_testing.simulated import SimulatedCluster
 
 RETRY_S = 0.004
-"""Before a shard that does not answer is dialled again."""
+"""Seconds before a shard that does not answer is dialled again."""
 REJOIN_S = 0.01
 """A rank that still counts as live is asked for again after this."""
 BEAT_S = 0.05
@@ -101,7 +101,7 @@ class ClientProcess(ABC):
         """Told that it does not belong to the cluster any more."""
         self.finished = False
         self.clocks: dict[str, int] = {}
-        """By group, its ended steps; those of `steps`, once there are any."""
+        """Ended steps by group; those of `steps`, once there are any."""
         self.follows: dict[str, int] = {}
         """Groups that it joins behind another one, and where it was not told yet: behind which."""
         self.submitting = False
@@ -115,7 +115,7 @@ class ClientProcess(ABC):
         self.window = scenario.outstanding
         self._deadlines = cluster.client_deadlines
         self.shared = [scenario.is_shared(random) for _ in range(scenario.servers)]
-        """By shard: whether requests speak of this client's memory; else bytes are copied."""
+        """True by shard: requests speak of this client's memory; else bytes are copied."""
         self.late = False
         """Whether it may find the others under way."""
         self._fiber = Fiber(cluster.clock, self._run)
@@ -124,19 +124,19 @@ class ClientProcess(ABC):
         self._awaited: dict[Operation, Callable[[], None]] = {}
         """What it does when all shards have answered."""
         self._links: dict[int, VirtualLink] = {}
-        """By number of their stream."""
+        """Links by number of their stream."""
         self._interrupted = False
         self._then: Then | None = None
         self._coordinator = cluster.call_coordinator(self)
 
     @property
     def place(self) -> str:
-        """For ways that are cut or slow."""
+        """Place for ways that are cut or slow."""
         return worker_place(self.rank)
 
     @property
     def clock(self) -> int:
-        """Its ended steps of the one group that there is."""
+        """Ended steps of the one group that there is."""
         return self.clocks.get(self.cluster.workload.group, 0)
 
     @property

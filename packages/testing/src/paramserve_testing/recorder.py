@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from paramserve_testing.simulated import SimulatedCluster
 
 MOVE_S = 5.0
-"""After healing a live client has a call answered at least this often."""
+"""Seconds within which, after healing, a live client has a call answered."""
 PROMPT_DELAYS = 6
-"""In this many times the longest delay a clock is decided that can be: the decision before may
-still be on its way to another shard, whose `Vote` then comes back."""
+"""Longest delays within which a clock that can be decided is: the decision before may still be on
+its way to another shard, whose `Vote` then comes back."""
 
 
 def new_history(scenario: Scenario, faults: Faults) -> History:
@@ -89,16 +89,16 @@ class Recorder:
         self._told: dict[int, GroupPolicy] = {}
         """Changes of policy by number, as the first shard told of them."""
         self._came: dict[tuple[str, int], dict[int, dict[int, float]]] = {}
-        """By group and clock, shard and rank: when the step came."""
+        """Arrival of each step, by group and clock, shard and rank."""
         self._told_by: dict[int, list[Applied]] = {}
-        """By shard: what its rules were asked for in the present event."""
+        """Rule calls in the present event, by shard."""
         self._decided_at: dict[str, float] = {}
-        """By group."""
+        """Time of the last decision by group."""
         self._healed_at: float | None = None
         self._moved_at: dict[int, float] = {}
-        """By writer."""
+        """Time of the last answer by writer."""
         self._free_at: dict[int, float] = {}
-        """By rank, when its last process ended: the next one may have waited for that."""
+        """End of each rank's last process: the next one may have waited for that."""
 
     # --- clients ------------------------------------------------------------------------
 
@@ -293,21 +293,21 @@ class ShardRecorder:
         self._recorder = cluster.recorder
         self._shard = shard
         self._decided: dict[int, int] = {}
-        """By group, the last clock that the history knows of."""
+        """Last clock of each group that the history knows of."""
         self._steps_s: dict[int, float] = {}
-        """By group: the median time of a step, as it was last."""
+        """Median time of a step, by group, as it was last."""
         self._clocks: dict[tuple[int, int], int] = {}
-        """By group and rank, as they were last."""
+        """Clocks by group and rank, as they were last."""
         self._counting: dict[int, dict[int, int]] = {}
-        """By group: the clocks of those who count, as they were last."""
+        """Clocks of the members by group, as they were last."""
         self._joined: dict[tuple[int, int], JoinedBy] = {}
-        """By group and rank: how the rank had become a member when it came to count last."""
+        """Joins by group and rank, when the rank became a member last."""
         self._newest: dict[int, int] = {}
-        """By writer, the last of its calls that was answered."""
+        """Last answered call by writer."""
         self._versions: dict[int, int] = {}
-        """By group, as they were last."""
+        """Versions by group, as they were last."""
         self._pushes: dict[tuple[int, int], tuple[int, ...]] = {}
-        """By group and block: the masks of all writers, as they were last."""
+        """Masks of all writers by group and block, as they were last."""
         self._empty: set[int] = set()
         """Groups that had no member between two decisions of the present event."""
 

@@ -36,8 +36,8 @@ LONG_PAUSE_S = 0.01
 EVALUATIONS = 6
 """Reads of a worker that evaluates while it rests."""
 EVALUATES_S = 2.0
-"""It computes for half of this up to this between two: so the others would wait for it longer than
-`MOVE_S`, if they did."""
+"""Longest seconds of computing, from half of it on, between two: so the others would wait for it
+longer than `MOVE_S`, if they did."""
 
 
 class Script(ABC):
@@ -167,7 +167,7 @@ class GroupsScript(WorkerScript):
         self._owes = False
         """Whether the second group's step is to follow."""
         self._out: dict[str, int] = {}
-        """By group that rests: for how many steps of the other one."""
+        """Steps of the other group for which each group rests."""
         self._rested = False
         """Whether a group has rested since the last step of both."""
 
@@ -292,7 +292,7 @@ class AgreeingScript(WorkerScript):
         self._made = 0
         """Collectives of this incarnation."""
         self._others: dict[int, Member] = {}
-        """By rank, the other workers when it made its present call."""
+        """Other workers by rank when it made its present call."""
         self._deserted = False
         """Whether the others have returned, so that it makes no collective any more."""
         self._program = Random(f"program {self.cluster.seed}").choice(PROGRAMS)
@@ -377,7 +377,7 @@ class AgreeingScript(WorkerScript):
         self.client.go_on()
 
     def _refused(self, reply: Failed) -> None:
-        """It is fenced, or the others have returned."""
+        """Take a refusal: the client is fenced, or the others have returned."""
         if reply.kind == WorkerFenced.__name__:
             self.client.fence(reply.failed)
             return

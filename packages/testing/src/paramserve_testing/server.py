@@ -137,13 +137,13 @@ class SimulatedCoordinator:
         self.listener = VirtualListener(COORDINATOR, self.role, self.loop)
 
     def _listens(self, addresses: Sequence[str]) -> bool:
-        """Here no server ever ends."""
+        """True: here no server ever ends."""
         self.looked += 1
         return True
 
 
 class SimulatedDriver:
-    """Who runs the job: it tells the coordinator how many workers there are to be."""
+    """Driver of the job: it tells the coordinator how many workers there are to be."""
 
     place = "driver"
 
@@ -151,7 +151,7 @@ class SimulatedDriver:
         self._coordinator = cluster.call_coordinator(self, "driver")
 
     def scale(self, workers: int) -> None:
-        """From now on there are to be this many."""
+        """Change how many workers there are to be."""
         self._coordinator.send(NEAR, Frame(encode(Scale(0, workers))))
 
     def lost(self, stream: Stream) -> None:

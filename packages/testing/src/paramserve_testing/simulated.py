@@ -42,12 +42,12 @@ SAFETY_S = 0.8
 LIVENESS_S = 30.0
 """Virtual seconds after healing within which every client must end."""
 REST_S = 0.8
-"""After the last client's end, for what is still on its way, and until no worker is waited for any
-more: what is in a buffer then is applied."""
+"""Seconds after the last client's end for what is still on its way, and until no worker is waited
+for any more: what is in a buffer then is applied."""
 STALL_S = 0.25
 """A worker that is not heard of for this long counts as dead."""
 EVENTS_MAX = 200_000
-"""In one run; most have some hundreds."""
+"""Most events in one run; most have some hundreds."""
 LOOKED_FOR_S = 0.002
 """A server that has not come again so long after a reset is looked for."""
 RESEND_S = 0.01
@@ -107,7 +107,7 @@ class SimulatedCluster:
         stall_s=STALL_S, restart_s=AWAITED_S, reconnect_s=LOOKED_FOR_S
     )
     disk: Storage | None = None
-    """Where they are written; None: nowhere."""
+    """Storage of the checkpoints; None: nowhere."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class SimulatedCluster:
         self.worker_script = own or script_of(self.scenario)
         self.blocks: dict[int, Block] = {}
         self.histories = {self.workload.group: self.history}
-        """By group."""
+        """Histories by group."""
         if self.scenario.second is not None:
             second = self.history.of_another_group(self.scenario.second)
             self.histories[self.workload.groups[1]] = second
@@ -152,13 +152,13 @@ class SimulatedCluster:
         self.deletion_of: dict[tuple[int, int, int], Deletion] = {}
         """Deletion of rows that has a number on a shard, by writer."""
         self.writers: dict[int, int] = {}
-        """By the id that the coordinator gave."""
+        """Writers by the id that the coordinator gave."""
         self.wanted = self.least_wanted = self.scenario.workers
         """Workers that the run is to have, and the least that it was to have."""
         self.clients: list[SimulatedClient] = []
         self.nemesis = Nemesis(self)
         self._slow: dict[int, tuple[float, float]] = {}
-        """By rank: by how much a worker is slowed down, and until when."""
+        """Slowness of workers by rank, and until when."""
         self._changes = self._joins = self._restarts = 0
         self._starting = 0
         """Clients whose process is still coming up."""
@@ -283,7 +283,7 @@ class SimulatedCluster:
         self._slow[rank] = (factor, self.clock.now + seconds)
 
     def slowness(self, rank: int) -> float:
-        """By how much a worker's own computing takes longer now."""
+        """Factor by which a worker's own computing takes longer now."""
         factor, until = self._slow.get(rank, (1.0, 0.0))
         return factor if self.clock.now < until else 1.0
 
@@ -296,7 +296,7 @@ class SimulatedCluster:
             found[0].changes.append(policy)
 
     def scale_by(self, more: int) -> None:
-        """From now on the run has this many workers more (or less)."""
+        """Change the number of workers by this many more (or less)."""
         if self.wanted + more < 1 or (more > 0 and self._joins >= JOINS_MAX):
             return
         self.wanted += more

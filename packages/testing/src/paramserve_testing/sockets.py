@@ -62,7 +62,7 @@ class VirtualSocket:
         self._told()
 
     def _told(self) -> None:
-        """It may be readable or writable now."""
+        """Notify that the socket may be readable or writable now."""
         if not self._closed:
             self._loop.changed(self.fileno())
 
@@ -157,7 +157,7 @@ class SocketListener:
         self._random = random
         self._buffers = Buffers(limits.buffers_bytes_max)
         self._peers: dict[int, _Peer] = {}
-        """By number of their stream."""
+        """Peers by number of their stream."""
 
     def accept(
         self, stream: Stream, kind: Kind = "tcp", arenas: dict[int, ByteArray] | None = None
@@ -202,7 +202,7 @@ class SocketListener:
 
 @dataclass
 class _Peer:
-    """Who has opened a stream."""
+    """Peer that has opened a stream."""
 
     sock: VirtualSocket
     kind: Kind

@@ -202,7 +202,7 @@ class Workload:
         self.parameters = parameters
         self.script = script
         self.blocks = {n: pieces for each in parameters for n, pieces in each.blocks.items()}
-        """By name, all that are defined, in this order."""
+        """Blocks by name, all that are defined, in this order."""
         self.groups = tuple(dict.fromkeys(each.group for each in parameters))
         self._owners = {n: each for each in parameters for n in each.blocks}
         self._names = {pieces[0].name: name for name, pieces in self.blocks.items()}
@@ -216,7 +216,7 @@ class Workload:
 
     @property
     def rules(self) -> dict[str, type[Rule]]:
-        """By name, the rules of the blocks: shards are started with them."""
+        """Rules of the blocks by name: shards are started with them."""
         return {type(each.rule).name: type(each.rule) for each in self.parameters}
 
     @property

@@ -31,7 +31,7 @@ class _Generation:
     def __init__(self) -> None:
         self.index = Index()
         self.keys = Growing(0, np.int64)
-        """In the order in which they came."""
+        """Keys in the order in which they came."""
         self.counts = Growing(0, np.uint32)
 
     def __len__(self) -> int:

@@ -134,7 +134,7 @@ class KeyedBlock(ShardStorage):
         """Whether updates are computed on copies."""
         built_in = is_built_in(rule) and self._wide is None
         self._ours = cast(RowRule, rule) if built_in else None
-        """Its rule, if that is one with kernels, which needs no guard."""
+        """Rule, if it is one with kernels, which needs no guard."""
         with guarded(self._about("cannot start"), rule, (ValueError, TypeError)):
             self.layout = row_layout(rule, self.table.dim, self.table.dtype)
             state = initial_state(rule, self.layout)
@@ -144,7 +144,7 @@ class KeyedBlock(ShardStorage):
         options = TableOptions.from_spec(self.table.options).of_shard(shards)
         self.store = RowStore(self.layout, state, options, stream, f"table {self.names}")
         self.changes: RowChanges | None = None
-        """Since the last checkpoint; None: there was none, nor an attempt."""
+        """Changes since the last checkpoint; None: there was none, nor an attempt."""
 
     @property
     def nbytes(self) -> int:
@@ -259,7 +259,7 @@ class KeyedBlock(ShardStorage):
         )
 
     def release(self) -> None:
-        """That update was applied, or is not to come."""
+        """Release the memory of an update that was applied or is not to come."""
         self.store.reserved_rows = 0
 
     def total(self, weighted: Sequence[tuple[float, Gradient, RowGradient]]) -> RowGradient:

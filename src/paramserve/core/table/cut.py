@@ -25,8 +25,8 @@ ROWS_AT_ONCE = 1 << 16
 COPIED_BYTES_MAX = 256 << 20
 """Rows copied ahead of their change, of one table on one shard; past that the cut is lost."""
 WRITTEN, REMOVED, NEW = -1, -2, -3
-"""In place of where the copy of a row is: it needs none any more; it went after the cut, and
-lies there until its number is given to another key; at the cut no key had its number."""
+"""Values of a copy's place for a row without one: it needs none any more; it was removed after the
+cut, and lies there until its number is given to another key; at the cut no key had its number."""
 
 
 class CutRows(NamedTuple):
@@ -62,9 +62,9 @@ class RowsCopy:
         size = store.rows_used if self.changed is None else self.changed.rows.size
         self.size = min(store.rows_used, size)
         self._place = sparse(self.size, np.int32)
-        """By row: where its copy is, from 1; 0: it has not changed; `WRITTEN`, `GONE`, `NEW`."""
+        """Place of each row's copy, from 1; 0: it has not changed; `WRITTEN`, `GONE`, `NEW`."""
         self._uses = sparse(self.size if store.orders_use else 0, np.int64)
-        """By row: its last use, if it was used after the cut."""
+        """Last use of each row, if it was used after the cut."""
         self._free = list[Keys]()
         """Rows that no key has, some of them since the cut."""
         self._looked = 0

@@ -23,7 +23,7 @@ BEYOND: Mapping[str, float] = {
     "bfloat16": float(2**128 - 2**119),
     "float16": 65520.0,
 }
-"""By the dtype of rows: the nearest of their values to a number from there on would be Inf."""
+"""Numbers by dtype of rows from which on the nearest of their values would be Inf."""
 
 
 def _number(owner: object, name: str, low: float = -FLOAT32_MAX) -> float:
@@ -303,7 +303,7 @@ class TableOptions:
 
 
 _SLOTS = ("init", "admit", "ttl", "lru")
-"""Where options stand on the wire."""
+"""Options in their order on the wire."""
 
 
 def _construct(name: Any, options: dict[str, Any]) -> Any:

@@ -33,10 +33,10 @@ SWEPT_PER_KEY = 4
 SWEPT_MIN = 1024
 """Rows past their TTL that a request removes at least."""
 CANDIDATES_SHARE = 8
-"""At most an eighth of `max_bytes` is for keys that have no row yet."""
+"""Share of `max_bytes`, an eighth, for keys that have no row yet, at most."""
 EVERYWHERE = np.empty(0, np.int32)
 TO_COME = -2
-"""In place of a row that does not exist before its push."""
+"""Row number of a key whose row does not exist before its push."""
 
 
 class Drawing(NamedTuple):
@@ -69,12 +69,13 @@ class Purpose(Enum):
     """What rows are wanted for, and so whether they are created."""
 
     READ = "read"
-    """To look at: nothing is created, nothing counts as used."""
+    """Purpose of a look: nothing is created, nothing counts as used."""
     PUSH = "push"
     """Creates; a key that needs to be admitted is counted first. Counts as use."""
     DRAFT = "draft"
-    """To see what a PUSH of these keys would do, which is still to come: nothing is created, let go
-    or counted, and nothing counts as used. Memory for its rows is there after that."""
+    """Purpose of a test what a PUSH of these keys would do, which is still to come: nothing is
+    created, removed or counted, and nothing counts as used. Memory for its rows is there after
+    that."""
     PUT = "put"
     """Creates always. Counts as use."""
 
@@ -139,7 +140,7 @@ class RowStore:
         self.stream = stream
         self._name = name
         self.watchers: list[RowWatcher] = []
-        """For cuts and checkpoints."""
+        """Watchers for cuts and checkpoints."""
         self.drafted = 0
         """Rows that the push of the last DRAFT would make."""
         self.reserved_rows = 0
@@ -555,7 +556,7 @@ class RowStore:
         return self._new_rows(keys)
 
     def idle(self, rows: Keys, clock: int) -> Keys:
-        """For how many clocks rows, none of them -1, are idle at a clock; 0: it is not known."""
+        """Clocks for which rows, none of them -1, are idle at a clock; 0: it is not known."""
         if self._use is None:
             return np.zeros(rows.size, np.int64)
         return np.maximum(max(self._clock, clock) - clocks_of(self._use.numbers(rows)), 0)

@@ -150,7 +150,7 @@ CONTROL_S = 1.0
 LOOK_S = 0.25
 """How often a wait looks up: for Ctrl-C, and for ends that another thread has seen."""
 RETRY_S = 0.1
-"""Between calls to a process that Ray cannot reach and does not count as dead."""
+"""Seconds between calls to a process that Ray cannot reach and does not count as dead."""
 
 
 def import_ray() -> ModuleType:

@@ -153,7 +153,7 @@ class RayProcess:
             kill_actor(self._actor)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, or None if it still runs after `timeout_s`."""
+        """Wait for the exit status; None if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.exit_status is None:
             left_s = deadline - time.monotonic()
@@ -282,7 +282,7 @@ def _create(name: str, needs: Needs, place: Place | None, environment: Mapping[s
 
 
 def wait_for_news(processes: Iterable[RayProcess], timeout_s: float) -> None:
-    """Until one of them has something to tell, or for a moment."""
+    """Wait until one of the processes has something to tell, or for a moment."""
     import ray
 
     timeout_s = max(0.0, min(timeout_s, LOOK_S))
