@@ -61,16 +61,16 @@ class ClusterLog:
         before, self._members = self._members, {each.rank: each for each in members.members}
         for rank, member in sorted(self._members.items()):
             old = before.get(rank)
-            known = old is not None and old.incarnation == member.incarnation
-            if known and old is not None and old.state == member.state:
+            same = old is not None and old.incarnation == member.incarnation
+            if same and old is not None and old.state == member.state:
                 continue
             self._tell(old, member)
 
     def _tell(self, old: Member | None, member: Member) -> None:
         again = f" (incarnation {member.incarnation})" * (member.incarnation > 1)
-        name, told = STATES.get(member.state, ("log", member.state))
+        name, text = STATES.get(member.state, ("log", member.state))
         if old is not None and old.state == DEAD and member.state == LIVE:
-            told += " after it had died: it goes on where the others are, not where it was"
+            text += " after it had died: it goes on where the others are, not where it was"
             again += "; restart_s (--restart) would keep its place for a while"
         bad = member.state in (DEAD, RESTARTING)
         extra = event(
@@ -81,7 +81,7 @@ class ClusterLog:
             incarnation=member.incarnation,
         )
         level = self._bad if bad else logging.INFO
-        logger.log(level, "rank %d %s%s", member.rank, told, again, extra=extra)
+        logger.log(level, "rank %d %s%s", member.rank, text, again, extra=extra)
 
     def on_servers(self, servers: Mapping[int, ServerEntry]) -> None:
         """Servers have registered, or are lost."""
@@ -93,11 +93,11 @@ class ClusterLog:
             name = "server-lost" if each.lost else "server-joined"
             extra = event(name, role="coordinator", server=shard, address=address)
             if each.lost:
-                told = "the server of shard %d at %s is lost"
-                logger.log(self._bad, told, shard, address, extra=extra)
+                text = "the server of shard %d at %s is lost"
+                logger.log(self._bad, text, shard, address, extra=extra)
             elif self._expected > 1:
-                told = "the server of shard %d at %s has registered"
-                logger.info(told, shard, address, extra=extra)
+                text = "the server of shard %d at %s has registered"
+                logger.info(text, shard, address, extra=extra)
 
     def on_refused(self, answer: Failed) -> None:
         """Something that was asked for is refused."""
@@ -115,8 +115,8 @@ class ClusterLog:
             extra = event(
                 "policy-changed", role="coordinator", group=group.name, policy=name, clock=clock
             )
-            told = "group %r goes on under %s from clock %d"
-            logger.info(told, group.name, name, clock, extra=extra)
+            text = "group %r goes on under %s from clock %d"
+            logger.info(text, group.name, name, clock, extra=extra)
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is over."""
@@ -143,7 +143,7 @@ class ClusterLog:
         )
         if report.left_out:
             names = report.left_out
-            left = event(
+            fields = event(
                 "checkpoint-left-out", role="coordinator", checkpoint=report.name, left_out=names
             )
             logger.warning(
@@ -152,15 +152,15 @@ class ClusterLog:
                 report.name,
                 names,
                 CUT_LIMIT_MAX_S,
-                extra=left,
+                extra=fields,
             )
 
     def tell_paused(self, paused_s: float, stall_s: float) -> None:
         """Log that the coordinator did not run for so long."""
         level = logging.WARNING if paused_s > stall_s else logging.DEBUG
         extra = event("paused", role="coordinator", seconds=round(paused_s, 3))
-        told = "the coordinator did not run for %.1f s: not counted"
-        logger.log(level, told, paused_s, extra=extra)
+        text = "the coordinator did not run for %.1f s: not counted"
+        logger.log(level, text, paused_s, extra=extra)
 
     def tell_missing_servers(self, shards: list[int]) -> None:
         """Log the shards whose server has not registered yet, if there are some."""
@@ -184,8 +184,8 @@ class ClusterLog:
         for rank, member in sorted(self._members.items()):
             states.setdefault(member.state, []).append(str(rank))
         return "; ".join(
-            f"{WAITED_FOR[state]}: {', '.join(found)}"
-            for state, found in states.items()
+            f"{WAITED_FOR[state]}: {', '.join(ranks)}"
+            for state, ranks in states.items()
             if state in WAITED_FOR
         )
 

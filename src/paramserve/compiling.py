@@ -49,12 +49,12 @@ def needed(spec: BlockSpec, rules: Rules) -> Callable[[], None] | None:
     Args:
         rules: registered ones, by name. Where a rule cannot be built the shard refuses it properly.
     """
-    found = [_needed(spec, rules)]
+    needs = [_needed(spec, rules)]
     if not codecs_loaded(spec):
-        found.append(partial(load_codecs, spec))
+        needs.append(partial(load_codecs, spec))
     if spec.half is not None and spec.half in HALVES:
-        found.append(_needed_for_half(spec.half, spec.rule, rules))
-    steps = [each for each in found if each is not None]
+        needs.append(_needed_for_half(spec.half, spec.rule, rules))
+    steps = [each for each in needs if each is not None]
 
     def all_of_them() -> None:
         for step in steps:
@@ -136,8 +136,8 @@ def load_kernels(dtype: np.dtype[Any], rule: Rule | None = None, half: str | Non
 
 def loaded(dtype: np.dtype[Any], rule: Rule | None) -> bool:
     """Whether `load_kernels` would return at once."""
-    known = dtype.name in ("float32", "float64")
-    return not known or kernel_sets.dense(dtype, rule).key in _loaded
+    compiled = dtype.name in ("float32", "float64")
+    return not compiled or kernel_sets.dense(dtype, rule).key in _loaded
 
 
 def load_if_compiled() -> None:
@@ -212,19 +212,19 @@ def compile_all() -> int:
         return compilers.compile_missing(sets)
 
 
-def _load(wanted: KernelSet) -> None:
+def _load(kernel_set: KernelSet) -> None:
     """Load kernels: one process compiles them, or has them compiled, the others wait for that."""
     from paramserve import compilers, kernel_cache
 
-    if wanted.key in _loaded:
+    if kernel_set.key in _loaded:
         return
     with _local:
-        kernels = wanted.kernels()
+        kernels = kernel_set.kernels()
         if not kernel_cache.compiled(kernels):
             with _one_process(lambda: kernel_cache.compiled(kernels)):
-                compilers.compile_missing([wanted])
+                compilers.compile_missing([kernel_set])
         kernel_cache.load(kernels)
-        _loaded.add(wanted.key)
+        _loaded.add(kernel_set.key)
 
 
 @contextlib.contextmanager

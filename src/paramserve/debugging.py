@@ -54,9 +54,9 @@ def report(
 
 def config_text(config: CoordinatorConfig | ServerConfig) -> str:
     """A configuration as JSON, without what tells the cluster from others and without secrets."""
-    told = msgspec.to_builtins(config)
-    del told["cluster"]
-    return without_secrets(msgspec.json.format(msgspec.json.encode(told).decode()))
+    fields = msgspec.to_builtins(config)
+    del fields["cluster"]
+    return without_secrets(msgspec.json.format(msgspec.json.encode(fields).decode()))
 
 
 def stacks() -> str:

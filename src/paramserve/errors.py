@@ -49,8 +49,8 @@ class ParamServeError(Exception):
 
     def __str__(self) -> str:
         end = "\n\n" if "\n" in self.failed else ". "  # below a traceback
-        told = f"{self.failed}{end}Applied: {self.applied}. To fix: {self.fix}"
-        return f"{told}. More: {REFERENCE}#{section(type(self))}"
+        text = f"{self.failed}{end}Applied: {self.applied}. To fix: {self.fix}"
+        return f"{text}. More: {REFERENCE}#{section(type(self))}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, (type(self).__name__, self.failed, self.applied, self.fix)
@@ -201,10 +201,10 @@ class CheckpointFolderTaken(CheckpointError):
 
 
 def _tree(root: type[ParamServeError]) -> dict[str, type[ParamServeError]]:
-    found = {root.__name__: root}
+    tree = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        tree.update(_tree(child))
+    return tree
 
 
 KINDS = _tree(ParamServeError)
@@ -227,29 +227,29 @@ def rebuild(kind: str, failed: str, applied: str, fix: str) -> ParamServeError:
     return KINDS.get(kind, ProtocolError)(failed, applied=applied_of(applied), fix=fix)
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
+def did_you_mean(name: str, names: Collection[str]) -> str:
     """The end of an error about a name that is unknown: the known one that it resembles most, if
     one does; or nothing."""
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, names, n=1)
     return f": did you mean {near[0]}?" if near else ""
 
 
 def shown(text: str) -> str:
     """A text, such as the URL of a folder, without the users and passwords of URLs in it."""
 
-    def without(found: re.Match[str]) -> str:
-        protocol, user = found.groups()
-        kept = AZURE.fullmatch(protocol) and ":" not in user
-        return found[0] if kept else f"{protocol}://"
+    def without(match: re.Match[str]) -> str:
+        protocol, user = match.groups()
+        is_account = AZURE.fullmatch(protocol) and ":" not in user
+        return match[0] if is_account else f"{protocol}://"
 
     return USERINFO.sub(without, text)
 
 
-def warn_user(told: str) -> None:
+def warn_user(message: str) -> None:
     """Warn at the user's line: that of the first frame outside of this package and torch; where
     there is none, at the caller's."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL:
         frame, level = frame.f_back, level + 1
-    warnings.warn(told, stacklevel=level if frame else 2)
+    warnings.warn(message, stacklevel=level if frame else 2)

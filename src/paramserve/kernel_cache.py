@@ -98,8 +98,8 @@ class KernelCache:
         data = to_bytes(compiled._reduce())
         with contextlib.suppress(OSError):
             _replace(file, sha256(data).digest() + data)
-            kept = file.name.rpartition("-")[0]
-            for old in file.parent.glob(f"{kept}-*.nbc"):
+            stem = file.name.rpartition("-")[0]
+            for old in file.parent.glob(f"{stem}-*.nbc"):
                 if old != file:
                     old.unlink(missing_ok=True)
 
@@ -119,17 +119,17 @@ def _replace(file: Path, content: bytes) -> None:
 @cache
 def stamp(*modules: str) -> str:
     """A hash of the sources of these modules and of all of this package that they import."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for module in modules:
-        _collect(module, found)
-    return _hash(*VERSIONS, *(text for item in sorted(found.items()) for text in item))
+        _collect(module, digests)
+    return _hash(*VERSIONS, *(text for item in sorted(digests.items()) for text in item))
 
 
-def _collect(module: str, found: dict[str, str]) -> None:
-    if module not in found:
-        found[module], imported = _source(module)
+def _collect(module: str, digests: dict[str, str]) -> None:
+    if module not in digests:
+        digests[module], imported = _source(module)
         for each in imported:
-            _collect(each, found)
+            _collect(each, digests)
 
 
 @cache

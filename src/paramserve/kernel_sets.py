@@ -110,8 +110,10 @@ def codecs_of(block: BlockSpec) -> KernelSet:
     """What the codecs of a block call."""
     codecs = [each for each in (block.push, block.pull) if each is not None]
     # A name that is not built in comes from a peer, and says nothing of kernels.
-    known = compiled_codecs.ON_TENSORS
-    names = {name if name in known else OTHER for each in codecs for name in names_in(each)}
+    compiled_names = compiled_codecs.ON_TENSORS
+    names = {
+        name if name in compiled_names else OTHER for each in codecs for name in names_in(each)
+    }
     return KernelSet("codecs" if block.table is None else "row codecs", tuple(sorted(names)))
 
 
@@ -130,12 +132,12 @@ def every() -> list[KernelSet]:
 def _rules() -> Iterator[Any]:
     """Each built-in rule, once with each choice of states."""
     for kind in RULES.values():
-        known = inspect.signature(kind).parameters
+        parameters = inspect.signature(kind).parameters
         options = {"momentum": (0.0, 0.9), "centered": (False, True)}
-        chosen = {name: values for name, values in options.items() if name in known}
-        required = {"lr": 0.1} if "lr" in known else {}
-        for values in itertools.product(*chosen.values()):
-            yield kind(**required, **dict(zip(chosen, values, strict=True)))
+        choices = {name: values for name, values in options.items() if name in parameters}
+        required = {"lr": 0.1} if "lr" in parameters else {}
+        for values in itertools.product(*choices.values()):
+            yield kind(**required, **dict(zip(choices, values, strict=True)))
 
 
 def _with_rule(part: Part, dtype: str, rule: Rule | None) -> KernelSet:

@@ -111,8 +111,8 @@ def event(name: str, **fields: Any) -> dict[str, dict[str, Any]]:
 
 def event_of(record: logging.LogRecord) -> dict[str, Any]:
     """The event of a log record, with its fields; of a line about none, the event "log"."""
-    found: dict[str, Any] = getattr(record, _FIELDS, {"event": "log"})
-    return found
+    fields: dict[str, Any] = getattr(record, _FIELDS, {"event": "log"})
+    return fields
 
 
 class JSONFormatter(logging.Formatter):
@@ -144,7 +144,7 @@ class JSONFormatter(logging.Formatter):
 
     def as_fields(self, record: logging.LogRecord) -> dict[str, Any]:
         """What stands in a record's line."""
-        told = {
+        fields = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
             **self._always,
@@ -152,12 +152,12 @@ class JSONFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         if record.name != "paramserve":
-            told["logger"] = record.name
+            fields["logger"] = record.name
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
+            fields["traceback"] = self.formatException(record.exc_info)
         return {
             name: without_secrets(value) if isinstance(value, str) else value
-            for name, value in told.items()
+            for name, value in fields.items()
         }
 
 

@@ -31,27 +31,27 @@ def cpu_quota() -> float | None:
     Source: cpu.max of cgroup v2, cpu.cfs_quota_us and cpu.cfs_period_us of v1 (Linux kernel
     documentation, admin-guide/cgroup-v2 and scheduler/sched-bwc).
     """
-    found = []
+    limits = []
     for folder in _folders("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text().split()
             if quota != "max":
-                found.append(int(quota) / int(period))
+                limits.append(int(quota) / int(period))
         with contextlib.suppress(OSError, ValueError):
             us = int((folder / "cpu.cfs_quota_us").read_text())
             if us > 0:
-                found.append(us / int((folder / "cpu.cfs_period_us").read_text()))
-    return min(found, default=None)
+                limits.append(us / int((folder / "cpu.cfs_period_us").read_text()))
+    return min(limits, default=None)
 
 
 def memory_bytes() -> int | None:
     """Memory that this process may still take: what is available, within the limit of its cgroups;
     None: not known."""
-    found = []
+    limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(each for each in lines if each.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+        limits.append(int(line.split()[1]) * 1024)
     for folder in _folders("memory"):
         for limit, used in (
             ("memory.max", "memory.current"),
@@ -59,8 +59,8 @@ def memory_bytes() -> int | None:
         ):
             with contextlib.suppress(OSError, ValueError):
                 most = int((folder / limit).read_text())
-                found.append(max(most - int((folder / used).read_text()), 0))
-    return min(found, default=None)
+                limits.append(max(most - int((folder / used).read_text()), 0))
+    return min(limits, default=None)
 
 
 def resident_bytes() -> int:

@@ -44,24 +44,24 @@ class Recent(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep a record's line; whether it is to be logged as well."""
         try:
-            told = {
+            fields = {
                 name: value[:TEXT_MAX] if isinstance(value, str) else value
                 for name, value in self._formatter.as_fields(record).items()
             }
-            self._lines.append((record.created, json.dumps(told, default=str)))
+            self._lines.append((record.created, json.dumps(fields, default=str)))
         except Exception:  # a wrong call of the logger: its handlers tell of it
             pass
         return record.levelno >= self.below
 
     def lines(self, now: float) -> tuple[str, ...]:
         """What is kept at this time (`time.time`), the oldest first."""
-        room, found = REPORT_BYTES_MAX, deque[str]()
+        room, newest = REPORT_BYTES_MAX, deque[str]()
         for at, line in reversed(list(self._lines)):
             room -= len(line)
             if now - at > KEPT_S or room < 0:
                 break
-            found.appendleft(line)
-        return tuple(found)
+            newest.appendleft(line)
+        return tuple(newest)
 
 
 class _Hold(Recent):
@@ -95,16 +95,16 @@ def recorded(role: str) -> Iterator[None]:
     """Keep what this process logs, until the end of the block."""
     hold = _Hold(role, logging.getLogger("paramserve"))
     others = [logging.getLogger(name) for name in LOGGERS]
-    kept = Recent(role)
-    kept._lines = hold._lines
+    others_recent = Recent(role)
+    others_recent._lines = hold._lines
     _holds.append(hold)
     for other in others:
-        other.addFilter(kept)
+        other.addFilter(others_recent)
     try:
         yield
     finally:
         for other in others:
-            other.removeFilter(kept)
+            other.removeFilter(others_recent)
         _holds.remove(hold)
         hold.close()
 

@@ -59,14 +59,14 @@ def _of_numpy() -> _Twister | bytes | None:
     """State of numpy's global generator, which may be any (`numpy.random.set_bit_generator`); None:
     it cannot be read."""
     try:
-        found = np.random.get_state(legacy=False)
-        if found["bit_generator"] != TWISTER:
-            return dump(found, "the state of numpy's generator")
+        state = np.random.get_state(legacy=False)
+        if state["bit_generator"] != TWISTER:
+            return dump(state, "the state of numpy's generator")
     except Exception as error:  # a generator of the user's
         _left_out(f"its state cannot be stored: {type(error).__name__}: {error}")
         return None
-    key, position = found["state"]["key"], int(found["state"]["pos"])
-    return TWISTER, key.tobytes(), position, int(found["has_gauss"]), float(found["gauss"])
+    key, position = state["state"]["key"], int(state["state"]["pos"])
+    return TWISTER, key.tobytes(), position, int(state["has_gauss"]), float(state["gauss"])
 
 
 def restore(packed: bytes) -> None:
@@ -83,18 +83,18 @@ def restore(packed: bytes) -> None:
 
 def _restore_numpy(saved: _Twister | bytes) -> None:
     if isinstance(saved, bytes):
-        found = load(saved)
+        state = load(saved)
     else:
         kind, key, position, has_gauss, gauss = saved
-        told = {"key": np.frombuffer(key, np.uint32), "pos": position}
-        found = {"bit_generator": kind, "state": told, "has_gauss": has_gauss, "gauss": gauss}
+        words = {"key": np.frombuffer(key, np.uint32), "pos": position}
+        state = {"bit_generator": kind, "state": words, "has_gauss": has_gauss, "gauss": gauss}
     try:
-        if np.random.get_state(legacy=False)["bit_generator"] != found["bit_generator"]:
+        if np.random.get_state(legacy=False)["bit_generator"] != state["bit_generator"]:
             # The function may take it later; then the state is restored once more.
-            made = _generator(found["bit_generator"])
-            made.state = found
-            np.random.mtrand.set_bit_generator(made)
-        np.random.set_state(found)
+            generator = _generator(state["bit_generator"])
+            generator.state = state
+            np.random.mtrand.set_bit_generator(generator)
+        np.random.set_state(state)
     except Exception as error:  # a generator of the user's
         _left_out(f"it does not take the state that was saved: {type(error).__name__}: {error}")
 

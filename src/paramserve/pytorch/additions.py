@@ -26,7 +26,7 @@ class Additions:
         self._registry = registry
         self._group = group
         self._looks = names.looks
-        self._known = set(names.parameters)
+        self._names_before = set(names.parameters)
 
     def look(self) -> None:
         """Warn of those that are new since the last look. Cheap enough for a step, where the names
@@ -35,8 +35,8 @@ class Additions:
             return
         self._looks = self._names.looks
         pairs = self._names.first(self._names.parameters)
-        new = [(slot, each) for slot, each in pairs if slot.name not in self._known]
-        self._known.update(self._names.parameters)
+        new = [(slot, each) for slot, each in pairs if slot.name not in self._names_before]
+        self._names_before.update(self._names.parameters)
         names = self._registry.unowned((slot, each) for slot, each in new if each.requires_grad)
         if names:
             more = f" (and {len(names) - 1} more)" if names[1:] else ""

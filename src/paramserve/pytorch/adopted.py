@@ -116,7 +116,7 @@ class Adopted(ABC, Generic[B]):
         """The lists of parameters as the parts' groups were found from them."""
         self.history = History()
         """What became of its steps."""
-        self._sent: list[Ticket] = []
+        self._in_flight: list[Ticket] = []
         """Tickets of steps whose answers are not in the model yet, oldest first. What an interrupt
         or a timeout has left here is forgotten with the next step: its slots go back then."""
         self._skipped = 0
@@ -135,7 +135,7 @@ class Adopted(ABC, Generic[B]):
         are trained after all."""
         self._told_extra = False
         """Whether the driver has something of this rank that the servers did not hold."""
-        self._taken: tuple[str, str] | None = None
+        self._successor: tuple[str, str] | None = None
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.unnamed = True
         """Whether no scheduler was named, as far as the first step has looked."""
@@ -155,12 +155,12 @@ class Adopted(ABC, Generic[B]):
         settings, worker = self._settings, self._worker
         self._check_codecs(groups)
         plans = self._plans(dict(enumerate(groups)))
-        found = self.tables.find(groups)
+        tables = self.tables.find(groups)
         if not plans:
-            self._existing.step_with(each.table.group for each in found)
-        taken = self._takes(plans)
+            self._existing.step_with(each.table.group for each in tables)
+        sharers = self._takes(plans)
         trained = {id(param) for group in groups for param in group["params"]}
-        self._check_trains(groups, bool(found))
+        self._check_trains(groups, bool(tables))
         self._warn_of_another_model(groups)
         own = self._own(groups)
         self._untrained = self._untrained_of(trained)
@@ -190,8 +190,8 @@ class Adopted(ABC, Generic[B]):
         self._changing.start(again=worker.incarnation > 1)
         if worker.rank == 0:
             self._tell_extra_state()
-        self.tables.adopt(found, groups)
-        self._take_over(taken)
+        self.tables.adopt(tables, groups)
+        self._take_over(sharers)
         self._keep_unserved(groups)
         self._registry.optimizers.append(self)
         if not plans and self.tables.groups:
@@ -232,20 +232,20 @@ class Adopted(ABC, Generic[B]):
         """Warn where the optimizer has parameters that the model has not, and the model some that
         no optimizer has: it was made from another model, or before this one was changed."""
         params = [p for group in groups for p in group["params"] if not isinstance(p, Rows)]
-        given = [param for param in params if self.names.of(param) is None]
+        foreign = [param for param in params if self.names.of(param) is None]
         stepped = {id(param) for param in params}
-        left = [
+        untrained = [
             slot.name
             for slot, param in self.names.first(self.names.parameters)
             if param.requires_grad
             and id(param) not in stepped
             and self._registry.owner(param) is None
         ]
-        if given and left:
-            shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
+        if foreign and untrained:
+            some = ", ".join(map(repr, untrained[:3])) + (", ..." if len(untrained) > 3 else "")
             warn_user(
-                f"the optimizer has {len(given)} parameters that are not the model's, and not "
-                f"{shown} ({len(left)} in all) of the model, which no step trains: it was made "
+                f"the optimizer has {len(foreign)} parameters that are not the model's, and not "
+                f"{some} ({len(untrained)} in all) of the model, which no step trains: it was made "
                 "from another model, or before this one was changed. Make the optimizer from "
                 "model.parameters() of the model that worker.optimizer(...) is given"
             )
@@ -294,14 +294,14 @@ class Adopted(ABC, Generic[B]):
         """
         self._check_owner()
         self.names.look()
-        found = self.tables.find([group])
+        tables = self.tables.find([group])
         self._define_later(self._plans({index: group}))
-        given = {id(param) for param in group["params"]}
+        params = {id(param) for param in group["params"]}
         slots = self.names.parameters.values()
-        self._registry.watch(slot for slot in slots if id(slot.value()) in given)
-        self.tables.adopt(found, [group])
+        self._registry.watch(slot for slot in slots if id(slot.value()) in params)
+        self.tables.adopt(tables, [group])
         self._keep_unserved([group])
-        self._worker.optimizers.step_with(each.table.group for each in found)
+        self._worker.optimizers.step_with(each.table.group for each in tables)
 
     def _define_later(self, plans: Sequence[Plan[B]]) -> None:
         """Define blocks of an optimizer that has been adopted.
@@ -317,9 +317,9 @@ class Adopted(ABC, Generic[B]):
                 "Applied: no. To fix: give the new module another name in the model, or write its "
                 "values into the old one and call worker.assign() on all ranks"
             )
-        taken = self._takes(plans)
+        sharers = self._takes(plans)
         self._define(plans)
-        self._take_over(taken)
+        self._take_over(sharers)
 
     # --- frozen parameters ------------------------------------------------------------------------
 
@@ -330,8 +330,8 @@ class Adopted(ABC, Generic[B]):
     def _keep_unserved(self, groups: Sequence[ParamGroup]) -> None:
         """Remember the frozen parameters of these groups."""
         served = self._served()
-        given = (param for group in groups for param in group["params"])
-        self._unserved |= {id(p): p for p in given if is_frozen(p) and id(p) not in served}
+        params = (param for group in groups for param in group["params"])
+        self._unserved |= {id(p): p for p in params if is_frozen(p) and id(p) not in served}
 
     def serves(self, tensor: Tensor) -> bool:
         """Whether this optimizer's group has a block with a tensor."""
@@ -345,16 +345,16 @@ class Adopted(ABC, Generic[B]):
     def _define_unfrozen(self, groups: Sequence[ParamGroup]) -> None:
         """Define frozen parameters that are trained from now on, as `add_group` does: all ranks
         let them require gradients before the same step."""
-        found = {key for key, param in self._unserved.items() if param.requires_grad}
-        if not found:
+        keys = {key for key, param in self._unserved.items() if param.requires_grad}
+        if not keys:
             return
         thawed = {
             index: group
             for index, group in enumerate(groups)
-            if any(id(param) in found for param in group["params"])
+            if any(id(param) in keys for param in group["params"])
         }
         self._define_later(self._plans(thawed))
-        for key in found:
+        for key in keys:
             del self._unserved[key]
         if self._worker.rank == 0:
             self._tell_extra_state()
@@ -376,17 +376,17 @@ class Adopted(ABC, Generic[B]):
         self._at_rest = {name: (p, Sample([p])) for name, p in _named(parts) if is_frozen(p)}
         for _, sample in self._at_rest.values():
             sample.take()
-        taken = self._existing.take(mine)
-        self._registry.own(self.group, ((name, mine[name]) for name in taken))
-        return taken
+        names = self._existing.take(mine)
+        self._registry.own(self.group, ((name, mine[name]) for name in names))
+        return names
 
     def _warn_not_trained(self) -> None:
         """Warn, at the first step, of what the group has trained and this worker does not have."""
-        found = {name: self.names.parameters[name].value() for name in self._not_trained}
+        params = {name: self.names.parameters[name].value() for name in self._not_trained}
         self._not_trained = []
         self._warn_of(
             name
-            for name, param in found.items()
+            for name, param in params.items()
             if param is not None and (is_frozen(param) or not self._is_stepped(param))
         )
 
@@ -399,11 +399,11 @@ class Adopted(ABC, Generic[B]):
         self._warn_of(changed)
 
     def _warn_of(self, names: Iterable[str]) -> None:
-        if left := list(names):
-            shown = ", ".join(map(repr, left[:3])) + (", ..." if len(left) > 3 else "")
+        if missing := list(names):
+            some = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
             warn_user(
                 f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} has "
-                f"trained {shown} ({len(left)} in all), and does not train it: it sends no "
+                f"trained {some} ({len(missing)} in all), and does not train it: it sends no "
                 "gradients for it, and if it has not given it to the optimizer, its model keeps "
                 "the values of now. That is right where all ranks have stopped training it. Else "
                 "unfreeze or add it by what is true from then on, before the first step, as in "
@@ -417,7 +417,7 @@ class Adopted(ABC, Generic[B]):
         """Find parameters that the model has replaced: these change without a step from now on.
         Tell of those that were added to it."""
         self.names.follow()
-        if self._taken is None:
+        if self._successor is None:
             for slot in self._replacements.look():
                 self._changing.add(slot)
             self._additions.look()
@@ -457,22 +457,22 @@ class Adopted(ABC, Generic[B]):
                 "would be updated by itself. Give the optimizer one of them; to tie modules, give "
                 "both the same Parameter object"
             )
-        taken: dict[Member, str] = {}
+        sharers: dict[Member, str] = {}
         for other in sorted(self._registry.optimizers, key=lambda each: each.group):
             if other is self or other.is_taken_over:
                 continue
             theirs = other.named()
             for first, second in sharing([*theirs, *mine]):
                 if first < len(theirs) <= second:
-                    taken[other] = theirs[first][0]
-        for other in taken:
+                    sharers[other] = theirs[first][0]
+        for other in sharers:
             with self._worker.course.take_over():
                 other.settle()
-        return taken
+        return sharers
 
-    def _take_over(self, taken: Mapping[Member, str]) -> None:
+    def _take_over(self, sharers: Mapping[Member, str]) -> None:
         """Stop the other optimizers: their values would overwrite this one's."""
-        for other, name in taken.items():
+        for other, name in sharers.items():
             other.hand_over(name, self._settings.name)
             self._worker.optimizers.replace(other.group)
 
@@ -492,9 +492,9 @@ class Adopted(ABC, Generic[B]):
         if self._not_trained:
             self._warn_not_trained()
         if len(groups) == len(self._grouped):
-            for group, known in zip(groups, self._grouped, strict=True):
+            for group, before in zip(groups, self._grouped, strict=True):
                 params = group["params"]
-                if len(params) != len(known) or not all(map(is_, params, known)):
+                if len(params) != len(before) or not all(map(is_, params, before)):
                     break
             else:
                 return
@@ -502,17 +502,18 @@ class Adopted(ABC, Generic[B]):
         self._grouped = [list(group["params"]) for group in groups]
 
     def _check_owner(self) -> None:
-        if self._taken is not None:
+        if self._successor is not None:
+            parameter, other = self._successor
             raise RuntimeError(
-                f"optimizer {self._settings.name!r} steps no more: parameter {self._taken[0]!r} "
-                f"was given to optimizer {self._taken[1]!r} after it, and each would overwrite the "
+                f"optimizer {self._settings.name!r} steps no more: parameter {parameter!r} "
+                f"was given to optimizer {other!r} after it, and each would overwrite the "
                 "other's updates. Applied: no. To fix: give each parameter to one optimizer only"
             )
 
     def _place(self, groups: Sequence[ParamGroup]) -> None:
         """Find the group of each part anew; see `regroup`."""
         places = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        found = []
+        positions = []
         for part in self._parts:
             present = tuple(id(param) in places for param in part.layout.params)
             inside = {places.pop(id(p)) for p in part.layout.params if id(p) in places}
@@ -524,7 +525,7 @@ class Adopted(ABC, Generic[B]):
                     "group are stepped with one set of options. Applied: no. To fix: make the "
                     "groups before worker.optimizer(...), or move all of them"
                 )
-            found.append((next(iter(inside), None), None if all(present) else present))
+            positions.append((next(iter(inside), None), None if all(present) else present))
         for index, group in enumerate(groups):
             for place, param in enumerate(group["params"]):
                 if id(param) in places and not (is_frozen(param) or self.tables.steps(param)):
@@ -535,7 +536,7 @@ class Adopted(ABC, Generic[B]):
                         "not have it. Applied: no. To fix: optimizer.add_param_group(...), on all "
                         "ranks at the same point"
                     )
-        for part, (at, each) in zip(self._parts, found, strict=True):
+        for part, (at, each) in zip(self._parts, positions, strict=True):
             part.group, part.present = at, each
         self._keep_unserved(groups)
 
@@ -670,14 +671,14 @@ class Adopted(ABC, Generic[B]):
 
     def hand_over(self, parameter: str, other: str) -> None:
         """Step no more: another optimizer was given a parameter."""
-        self._taken = parameter, other
+        self._successor = parameter, other
 
     # --- what `Worker.assign` calls ---------------------------------------------------------------
 
     @property
     def is_taken_over(self) -> bool:
         """Whether another optimizer has its parameters by now."""
-        return self._taken is not None
+        return self._successor is not None
 
     def present(self) -> list[Any]:
         """Copies of the model's present values, by block, as the servers keep them."""
@@ -699,29 +700,29 @@ class Adopted(ABC, Generic[B]):
     def _numbered(self, ticket: Ticket) -> None:
         """A step is certain to be sent. What goes with it changes here and nowhere else: an
         interrupt later repeats and loses nothing, and one in here closes the client."""
-        self._sent += [ticket]
+        self._in_flight += [ticket]
 
     def _numbered_rows(self, ticket: Ticket) -> None:
         """Number the rows of a step that has what the tables have collected; see `_numbered`."""
         self.tables.drop()
-        self._sent += [ticket]
+        self._in_flight += [ticket]
 
     def _forget(self, keep: int = 0) -> None:
         """Leave steps to the client whose answers were not taken, but for the last so many."""
-        while self._sent[keep:]:
-            self._client.steps.forget(self._sent[0])
-            del self._sent[0]
+        while self._in_flight[keep:]:
+            self._client.steps.forget(self._in_flight[0])
+            del self._in_flight[0]
 
     def _take_oldest(self) -> None:
         """Wait for the answer to the oldest step under way, remember what became of it, and install
         its values."""
-        ticket, *after = self._sent
+        ticket, *after = self._in_flight
         began = perf_counter()
         try:
             outcome = ticket.result()
         except ParamServeError:
             if ticket.done():  # it was refused, and is over
-                del self._sent[0]
+                del self._in_flight[0]
             raise
         waited_s = perf_counter() - began
         clock = self._client.steps.clocks.get(self._clocked, 0)
@@ -734,7 +735,7 @@ class Adopted(ABC, Generic[B]):
             self._warn_of_nonfinite()
         self._install(outcome)
         ticket.release()
-        del self._sent[0]
+        del self._in_flight[0]
         if self._at_rest:
             self._find_trained()
 

@@ -60,8 +60,8 @@ class _Rows(Dataset[list[torch.Tensor]]):
         self._tensors = dataset.tensors
 
     def __getitem__(self, rows: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        chosen = torch.from_numpy(rows)
-        return [tensor.index_select(0, chosen.to(tensor.device)) for tensor in self._tensors]
+        indices = torch.from_numpy(rows)
+        return [tensor.index_select(0, indices.to(tensor.device)) for tensor in self._tensors]
 
 
 class SeededBatch(list[int]):
@@ -126,10 +126,10 @@ def check_options(options: dict[str, Any], own: Sequence[str]) -> None:
             raise unknown_argument("loader", name, {*own, *torchs}.difference(_OWN))
 
 
-def unknown_argument(function: str, name: str, known: Collection[str]) -> TypeError:
+def unknown_argument(function: str, name: str, names: Collection[str]) -> TypeError:
     """The error for a keyword that a function of the worker's does not have."""
-    meant = did_you_mean(name, sorted(known))
-    return TypeError(f"worker.{function} got an unexpected keyword argument {name!r}{meant}")
+    hint = did_you_mean(name, sorted(names))
+    return TypeError(f"worker.{function} got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_counts(batch_size: Any, epochs: Any, steps: Any, batches_per_step: Any) -> None:
@@ -162,23 +162,23 @@ slots); the one whose loader was made longest ago goes first. The others go when
 function has dropped them."""
 
 
-def shared(kept: PassesByDataset, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
+def shared(passes: PassesByDataset, dataset: Any, arguments: Hashable, make: Callable[[], T]) -> T:
     """What loaders of this dataset with these arguments have in common.
 
     Args:
-        kept: of the worker.
+        passes: of the worker.
         dataset: the same object as before; of a `TensorDataset`, with the same tensors.
         make: called for the first one; what it gives must not hold the dataset.
     """
     known_by = (*dataset.tensors,) if type(dataset) is TensorDataset else (dataset,)
     key = tuple(id(each) for each in known_by)
-    found = kept.pop(key, None)
-    kept[key] = found = found if found is not None else (_anchors(kept, key, known_by), {})
+    entry = passes.pop(key, None)
+    passes[key] = entry = entry if entry is not None else (_anchors(passes, key, known_by), {})
     # A collection at any moment may drop entries: over a copy of the keys.
-    strong = [each for each in [*kept] if not _weak(kept.get(each, ((), {}))[0])]
+    strong = [each for each in [*passes] if not _weak(passes.get(each, ((), {}))[0])]
     if len(strong) > KEPT_MAX:
-        del kept[strong[0]]
-    by_arguments = found[1]
+        del passes[strong[0]]
+    by_arguments = entry[1]
     if arguments not in by_arguments:
         by_arguments[arguments] = make()
     result: T = by_arguments[arguments]
@@ -186,12 +186,12 @@ def shared(kept: PassesByDataset, dataset: Any, arguments: Hashable, make: Calla
 
 
 def _anchors(
-    kept: PassesByDataset, key: tuple[int, ...], known_by: tuple[Any, ...]
+    passes: PassesByDataset, key: tuple[int, ...], known_by: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """What the entry holds of these objects, so that it goes before an identity is used again."""
 
     def drop(_: object) -> None:
-        kept.pop(key, None)
+        passes.pop(key, None)
 
     try:
         return tuple(weakref.ref(each, drop) for each in known_by)
@@ -275,16 +275,16 @@ def ahead(
             read.drop()
 
 
-def _reads(client: Client, told: Any) -> list[TableRead]:
-    pairs = told.items() if isinstance(told, Mapping) else told
+def _reads(client: Client, answer: Any) -> list[TableRead]:
+    pairs = answer.items() if isinstance(answer, Mapping) else answer
     try:
-        chosen = [(where, keys) for where, keys in pairs]
+        table_keys = [(where, keys) for where, keys in pairs]
     except (TypeError, ValueError):
         raise TypeError(
             "the function of prefetch= gives a mapping from tables, their names or modules on "
-            f"them to keys, or pairs of them, not {told!r}"
+            f"them to keys, or pairs of them, not {answer!r}"
         ) from None
-    return [_read(client, where, keys) for where, keys in chosen]
+    return [_read(client, where, keys) for where, keys in table_keys]
 
 
 def _read(client: Client, where: Any, keys: Any) -> TableRead:

@@ -129,9 +129,9 @@ def lay_out(
         _check(name, param)
     layouts = []
     for dtype in TRAINED:
-        chosen = [(name, param) for name, param in named if param.dtype == dtype]
-        if chosen:
-            block_names, block_params = zip(*chosen, strict=True)
+        same_dtype = [(name, param) for name, param in named if param.dtype == dtype]
+        if same_dtype:
+            block_names, block_params = zip(*same_dtype, strict=True)
             layouts.append(Layout(index, dtype, block_names, block_params))
     return layouts
 
@@ -222,18 +222,18 @@ class Views:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._kept: dict[int, tuple[Array, Tensor, list[Tensor]]] = {}
+        self._views: dict[int, tuple[Array, Tensor, list[Tensor]]] = {}
         """Views by the array's identity; it is kept too, so that no other can have the same."""
 
     def of(self, array: Array) -> tuple[Tensor, list[Tensor]]:
         """The array [size of the block] as one tensor, and as one tensor of each shape."""
-        found = self._kept.get(id(array))
-        if found is None:
-            if len(self._kept) >= self._KEPT_MAX:
-                self._kept.clear()
+        entry = self._views.get(id(array))
+        if entry is None:
+            if len(self._views) >= self._KEPT_MAX:
+                self._views.clear()
             flat = as_tensor(array, self._layout.dtype)
-            found = self._kept[id(array)] = (array, flat, self._layout.views(flat))
-        return found[1], found[2]
+            entry = self._views[id(array)] = (array, flat, self._layout.views(flat))
+        return entry[1], entry[2]
 
 
 class AdoptedBlock:
@@ -285,26 +285,26 @@ class Sample:
         self._views: list[Tensor] = []
         self._apart = False
         """Whether they are on several devices."""
-        self.taken: Tensor | None = None
+        self.snapshot: Tensor | None = None
         """The elements when `take` was called; None: there is nothing to compare with."""
 
     def take(self) -> None:
         """Remember the elements as they are."""
-        self.taken = self._bits()
+        self.snapshot = self._bits()
 
     def changed(self) -> list[int]:
         """The places of parameters that have other values than when `take` was called."""
-        if self.taken is None:
+        if self.snapshot is None:
             return []
         forms = self._forms
         bits = self._bits()
         if forms != self._forms:
             return []  # another dtype or memory format: other bits, or in another order
-        taken = self.taken if self.taken.device == bits.device else self.taken.to(bits.device)
-        if torch.equal(bits, taken):
+        before = self.snapshot.to(bits.device)
+        if torch.equal(bits, before):
             return []
         sizes = [view.numel() for view in self._views]
-        pairs = zip(torch.split(bits, sizes), torch.split(taken, sizes), strict=True)
+        pairs = zip(torch.split(bits, sizes), torch.split(before, sizes), strict=True)
         return [i for i, (now, then) in enumerate(pairs) if not torch.equal(now, then)]
 
     def _bits(self) -> Tensor:
@@ -391,7 +391,7 @@ class ServedBlock(AdoptedBlock):
             raise
 
     def scatter(self, values: npt.NDArray[Any]) -> None:
-        self._sample.taken = None  # an interrupt leaves it so
+        self._sample.snapshot = None  # an interrupt leaves it so
         super().scatter(values)
         if self.watches:
             self._sample.take()

@@ -46,7 +46,7 @@ _NARROW = {getattr(torch, name): getattr(torch, wide) for name, wide in NARROW.i
 _HELD_AS: Mapping[torch.dtype, torch.dtype] = {dtype: dtype for dtype in _PLAIN} | _NARROW
 
 
-class _Kept(NamedTuple):
+class _Assigned(NamedTuple):
     block: Block
     dtype: torch.dtype
     sources: Sequence[Slot | None]
@@ -86,22 +86,22 @@ class Untrained:
         self._registry = registry
         self._group = group
         self._own_group = own_group
-        self._own: list[_Kept] = []
-        self._chosen: list[tuple[Slot, Tensor, bool]] = [
+        self._own: list[_Assigned] = []
+        self._sources: list[tuple[Slot, Tensor, bool]] = [
             (slot, tensor, False)
             for slot, tensor in names.first(names.parameters)
             if not (id(tensor) in trained or is_frozen(tensor) or self._elsewhere(tensor))
         ]
         if buffers:
             lasting = persistent(names.model)
-            self._chosen += [
+            self._sources += [
                 (slot, tensor, True)
                 for slot, tensor in names.first(names.buffers)
                 if slot.raw in lasting or slot.name in lasting
             ]
-        for source, tensor, _ in self._chosen:
+        for source, tensor, _ in self._sources:
             _check(source.name, tensor)
-        self._kept: list[_Kept] = []
+        self._assigned: list[_Assigned] = []
         self._links: Sequence[Link] = ()
         """What the next define tells."""
         self._warned: set[str] = set()
@@ -112,7 +112,7 @@ class Untrained:
         return owner is not None and owner.group != self._group
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._assigned)
 
     def start(
         self,
@@ -135,29 +135,29 @@ class Untrained:
         there = existing.of(self._group)
         for nth, block in enumerate(there):
             self._find(block, nth)
-        known = self._known()
+        names = self._names_held()
         complete = existing.stepped and (there or not define)
         rest = [
             (slot, is_buffer)
-            for slot, _, is_buffer in self._chosen
-            if not (complete or slot.name in known)
+            for slot, _, is_buffer in self._sources
+            if not (complete or slot.name in names)
             and not (there and self._registry.is_replaced(slot))
         ]
         for often in (False, True):
-            chosen = [slot for slot, is_buffer in rest if is_buffer == often]
-            for sources, dtype in _by_dtype(chosen):
-                nth = max(len(there), len(self._kept))
+            slots = [slot for slot, is_buffer in rest if is_buffer == often]
+            for sources, dtype in _by_dtype(slots):
+                nth = max(len(there), len(self._assigned))
                 if define:
                     block = self._define(sources, dtype, nth)
                 else:
                     shapes = {each.name: tuple(each.tensor().shape) for each in sources}
                     block = self._await(shapes, dtype, nth)
-                self._kept.append(_Kept(block, dtype, sources, often))
-        if self._kept and take:
+                self._assigned.append(_Assigned(block, dtype, sources, often))
+        if self._assigned and take:
             self._take(take)
 
-    def _known(self) -> set[str]:
-        return {source.name for kept in self._kept for source in kept.present()}
+    def _names_held(self) -> set[str]:
+        return {source.name for entry in self._assigned for source in entry.present()}
 
     def _find(self, block: Block, nth: int) -> None:
         """Keep a block that is there, if this model has any of it.
@@ -166,9 +166,9 @@ class Untrained:
             DefineMismatch: this model has a tensor of it with another shape or dtype.
         """
         slots = self._names.parameters | self._names.buffers
-        found = (slots.get(each.name) for each in block.pieces)
+        candidates = (slots.get(each.name) for each in block.pieces)
         sources = [
-            each if each is not None and each.value() is not None else None for each in found
+            each if each is not None and each.value() is not None else None for each in candidates
         ]
         present = [source for source in sources if source is not None]
         shapes = {each.name: each.shape for each in block.pieces}
@@ -177,15 +177,15 @@ class Untrained:
             shapes[source.name] = tuple(source.tensor().shape)
         for slots_of, dtype in _by_dtype(present):
             often = slots_of[0].name in self._names.buffers
-            self._kept.append(_Kept(self._await(shapes, dtype, nth), dtype, sources, often))
+            self._assigned.append(_Assigned(self._await(shapes, dtype, nth), dtype, sources, often))
 
     def keep(self, slots: Sequence[Slot]) -> None:
         """Keep frozen parameters that turned out to change. Rank 0 calls it."""
-        known = self._known()
-        new = [each for each in slots if each.name not in known and _is_held(each.present())]
+        names = self._names_held()
+        new = [each for each in slots if each.name not in names and _is_held(each.present())]
         for sources, dtype in _by_dtype(new):
             block = self._define(sources, dtype, -1)
-            self._kept.append(_Kept(block, dtype, sources, False))
+            self._assigned.append(_Assigned(block, dtype, sources, False))
 
     def tell_own(self, *, last: bool) -> None:
         """Overwrite what the servers have of this rank's own floating point buffers, if its values
@@ -195,13 +195,13 @@ class Untrained:
             last: of this rank; as for `assign`.
         """
         if self._own_group and not self._own:
-            for kept in self._kept:
-                if kept.often and kept.dtype.is_floating_point:
-                    values = _values(kept.present(), kept.dtype)
+            for entry in self._assigned:
+                if entry.often and entry.dtype.is_floating_point:
+                    values = _values(entry.present(), entry.dtype)
                     block = self._client.define(values, rule=None, group=self._own_group)
-                    self._own.append(kept._replace(block=block, sources=kept.present()))
-        for kept in self._own:
-            self._assign(kept, last=last)
+                    self._own.append(entry._replace(block=block, sources=entry.present()))
+        for entry in self._own:
+            self._assign(entry, last=last)
 
     def _define(self, sources: Sequence[Slot], dtype: torch.dtype, nth: int) -> Block:
         values = _values(sources, dtype)
@@ -225,14 +225,14 @@ class Untrained:
         )
 
     def _take(self, names: Container[str]) -> None:
-        blocks = [kept.block for kept in self._kept]
+        blocks = [entry.block for entry in self._assigned]
         ticket = self._client.dense.step(self._group, (), pull=blocks, tick=False)
         values = ticket.result().values
         with torch.no_grad():
-            for kept in self._kept:
-                shapes = [piece.shape for piece in kept.block.pieces]
-                views = split(torch.from_numpy(values[kept.block.id]), shapes)
-                for source, view in zip(kept.sources, views, strict=True):
+            for entry in self._assigned:
+                shapes = [piece.shape for piece in entry.block.pieces]
+                views = split(torch.from_numpy(values[entry.block.id]), shapes)
+                for source, view in zip(entry.sources, views, strict=True):
                     if source is None or source.name not in names:
                         continue
                     if not self._elsewhere(source.value()):
@@ -250,25 +250,27 @@ class Untrained:
         Raises:
             ShapeMismatch: a buffer has another shape. Nothing of its block was applied.
         """
-        for kept in self._kept:
-            whole = kept.often or everything
-            if whole or any(source.name in changing for source in kept.present()):
-                self._assign(kept, last=everything, only=None if whole else changing)
+        for entry in self._assigned:
+            whole = entry.often or everything
+            if whole or any(source.name in changing for source in entry.present()):
+                self._assign(entry, last=everything, only=None if whole else changing)
 
     def check_shapes(self) -> None:
         """Raises what `assign` raises, before anything is assigned."""
-        for kept in self._kept:
-            for source, piece in zip(kept.sources, kept.block.pieces, strict=True):
-                tensor = source.present() if kept.often and source is not None else None
+        for entry in self._assigned:
+            for source, piece in zip(entry.sources, entry.block.pieces, strict=True):
+                tensor = source.present() if entry.often and source is not None else None
                 if source is not None and tensor is not None and tensor.shape != piece.shape:
                     raise _grown(source, tensor, piece.shape)
 
-    def _assign(self, kept: _Kept, *, last: bool, only: Container[str] | None = None) -> None:
+    def _assign(self, entry: _Assigned, *, last: bool, only: Container[str] | None = None) -> None:
         parts, present = [], []
-        for index, (source, piece) in enumerate(zip(kept.sources, kept.block.pieces, strict=True)):
+        for index, (source, piece) in enumerate(
+            zip(entry.sources, entry.block.pieces, strict=True)
+        ):
             tensor = source.present() if source is not None else None
-            chosen = source is not None and (only is None or source.name in only)
-            if source is None or not chosen or self._elsewhere(source.value()):
+            is_included = source is not None and (only is None or source.name in only)
+            if source is None or not is_included or self._elsewhere(source.value()):
                 pass
             elif tensor is None:
                 self._warn(source, "is no longer in the model")
@@ -279,12 +281,12 @@ class Untrained:
                 self._warn(source, error.failed.partition("' ")[2])
             else:
                 present.append(index)
-                parts.append(tensor.to("cpu", kept.dtype).flatten())
+                parts.append(tensor.to("cpu", entry.dtype).flatten())
                 continue
-            parts.append(torch.zeros(prod(piece.shape), dtype=kept.dtype, device="cpu"))
+            parts.append(torch.zeros(prod(piece.shape), dtype=entry.dtype, device="cpu"))
         active = None if len(present) == len(parts) else tuple(present)
         if present:
-            self._client.dense.store(kept.block, VALUE, torch.cat(parts).numpy(), active=active)
+            self._client.dense.store(entry.block, VALUE, torch.cat(parts).numpy(), active=active)
 
     def _warn(self, source: Slot, why: str) -> None:
         if source.name not in self._warned:
@@ -302,9 +304,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _by_dtype(slots: Iterable[Slot]) -> Iterator[tuple[list[Slot], torch.dtype]]:
     """Slots by the dtype in which the servers hold their values."""
-    left = list(slots)
+    remaining = list(slots)
     for dtype in dict.fromkeys(_HELD_AS.values()):
-        if sources := [each for each in left if _HELD_AS[each.tensor().dtype] == dtype]:
+        if sources := [each for each in remaining if _HELD_AS[each.tensor().dtype] == dtype]:
             yield sources, dtype
 
 

@@ -64,18 +64,18 @@ class Changing:
         self._slots = names.parameters | names.buffers
         pairs = names.first(self._slots)
         self.mine = {slot.name for slot in registry.watch(slot for slot, _ in pairs)}
-        chosen = [(slot, tensor) for slot, tensor in pairs if slot.name in self.mine]
-        buffers = {slot.name for slot, _ in chosen} & names.buffers.keys()
+        own = [(slot, tensor) for slot, tensor in pairs if slot.name in self.mine]
+        buffers = {slot.name for slot, _ in own} & names.buffers.keys()
         self._buffers = [
             slot
-            for slot, _ in chosen
+            for slot, _ in own
             if slot.name in buffers and (slot.raw in lasting or slot.name in lasting)
         ]
         """Buffers that a state dict has."""
         self._first: dict[str, Tensor] = {}
         """Buffers that have not changed since the start."""
         often = {slot.name for slot in self._buffers}
-        self._still = {slot.name: (slot, each) for slot, each in chosen if slot.name not in often}
+        self._still = {slot.name: (slot, each) for slot, each in own if slot.name not in often}
         """What has not changed of parameters and of other buffers, with the objects."""
         self._versions: list[int] = []
         self._samples: list[tuple[list[str], Sample]] = []
@@ -102,8 +102,10 @@ class Changing:
             return
         saving = self._client.saving
         if self._buffers:
-            found = {slot.name: slot.tensor() for slot in self._buffers}
-            self._first = {name: each.clone() for name, each in found.items() if name not in moved}
+            buffers_now = {slot.name: slot.tensor() for slot in self._buffers}
+            self._first = {
+                name: each.clone() for name, each in buffers_now.items() if name not in moved
+            }
             saving.ask(self._buffers_name, self._changed_buffers)
         saving.ask(self._others_name, self._changed_others)
 
@@ -120,10 +122,10 @@ class Changing:
     def look(self) -> list[Slot]:
         """Parameters, and buffers that no state dict has, that have changed so far; their names are
         in `names` from now on."""
-        found = self._different()
-        if found:
-            self.names |= found
-            for name in found:
+        names = self._different()
+        if names:
+            self.names |= names
+            for name in names:
                 self._still.pop(name, None)
             self._remember()
         return self._changed()
@@ -175,14 +177,14 @@ class Changing:
 
     def _different(self) -> set[str]:
         """The names of what has another object, count of writes, or value than remembered."""
-        found, owned = set[str](), set[str]()
-        for (name, (slot, known)), before in zip(self._still.items(), self._versions, strict=True):
+        changed, owned = set[str](), set[str]()
+        for (name, (slot, tensor)), before in zip(self._still.items(), self._versions, strict=True):
             value = slot.value()
-            if value is not known or _version(known) != before:
-                found.add(name)
+            if value is not tensor or _version(tensor) != before:
+                changed.add(name)
         for names, sample in self._samples:
-            found.update(names[place] for place in sample.changed())
-        for name in found:
+            changed.update(names[place] for place in sample.changed())
+        for name in changed:
             value = self._still[name][0].value()
             if value is None or self._registry.owner(value) is not None:
                 owned.add(name)  # removed, or stepped by now
@@ -190,15 +192,15 @@ class Changing:
             del self._still[name]
         if owned:
             self._remember()
-        return found - owned
+        return changed - owned
 
     def _changed_buffers(self) -> bytes:
         """Packed buffers that have changed since the rank's first incarnation began."""
-        found = {each.name: each.present() for each in self._buffers}
+        buffers = {each.name: each.present() for each in self._buffers}
         for name, first in list(self._first.items()):
-            if not _same(first, found[name]):
+            if not _same(first, buffers[name]):
                 del self._first[name]
-        changed = {n: t for n, t in found.items() if n not in self._first and t is not None}
+        changed = {n: t for n, t in buffers.items() if n not in self._first and t is not None}
         return _packed(changed)
 
     def _changed_others(self) -> bytes | None:
@@ -227,21 +229,21 @@ class Changing:
         with torch.no_grad():
             for name, bits in saved.items():
                 slot = self._slots.get(name)
-                known = slot.present() if slot is not None else None
-                if slot is not None and known is not None and known.shape == bits.shape:
-                    self._put(slot, known, _as(bits, known.dtype))
+                target = slot.present() if slot is not None else None
+                if slot is not None and target is not None and target.shape == bits.shape:
+                    self._put(slot, target, _as(bits, target.dtype))
         return set(saved)
 
-    def _put(self, slot: Slot, known: Tensor, value: Tensor) -> None:
+    def _put(self, slot: Slot, target: Tensor, value: Tensor) -> None:
         """Give a tensor its saved value; one that was replaced then, and is stepped now, is
         replaced again."""
         own = slot.value()
         if isinstance(own, torch.nn.Parameter) and self._registry.owner(own) is not None:
             self._registry.replace(slot)
-            made = value.to(known.device, known.dtype)
-            setattr(slot.owner, slot.attribute, torch.nn.Parameter(made, own.requires_grad))
+            values = value.to(target.device, target.dtype)
+            setattr(slot.owner, slot.attribute, torch.nn.Parameter(values, own.requires_grad))
         else:
-            known.copy_(value)
+            target.copy_(value)
 
 
 def _is_plain(tensor: Tensor) -> bool:

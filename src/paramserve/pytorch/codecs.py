@@ -29,22 +29,22 @@ class CodecsByName:
     patterns: tuple[tuple[str, Codec | None], ...]
 
     @classmethod
-    def of(cls, given: Codecs | None, what: str) -> CodecsByName:
+    def of(cls, codecs: Codecs | None, what: str) -> CodecsByName:
         """Codecs by name, from a user's argument.
 
         Raises:
             TypeError: a pattern is no str, or what stands for it no codec.
         """
-        if given is None:
+        if codecs is None:
             return cls(what, ())
-        if not isinstance(given, Mapping):
-            return cls(what, (("*", as_codec(given, what)),))
-        for pattern, codec in given.items():
+        if not isinstance(codecs, Mapping):
+            return cls(what, (("*", as_codec(codecs, what)),))
+        for pattern, codec in codecs.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"{what} has codecs by names' patterns, as '*.weight': {pattern!r}")
             if codec is not None:
                 as_codec(codec, f"{what}[{pattern!r}]")
-        return cls(what, tuple(given.items()))
+        return cls(what, tuple(codecs.items()))
 
     def find(self, name: str) -> Codec | None:
         """The codec of a parameter; None: it is sent as it is."""
@@ -69,21 +69,21 @@ class CodecsByName:
             if matched:
                 raise ValueError(
                     f"{self.what}={{{pattern!r}: ...}} counts for no parameter: the first pattern "
-                    f"counts that matches, and one before it does for {_shown(matched)}. Put it "
-                    "before that one"
+                    f"counts that matches, and one before it does for {_names_text(matched)}. Put "
+                    "it before that one"
                 )
             raise ValueError(
                 f"{self.what}={{{pattern!r}: ...}} matches no parameter of the optimizer; it has "
-                f"{_shown(names)}"
+                f"{_names_text(names)}"
             )
 
     def _first(self, name: str) -> int | None:
         """The number of the first pattern that matches."""
-        found = (i for i, (pattern, _) in enumerate(self.patterns) if fnmatchcase(name, pattern))
-        return next(found, None)
+        matches = (i for i, (pattern, _) in enumerate(self.patterns) if fnmatchcase(name, pattern))
+        return next(matches, None)
 
 
-def _shown(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED_MAX} more" if names[NAMED_MAX:] else ""
     return ", ".join(map(repr, names[:NAMED_MAX])) + more
 
@@ -92,11 +92,11 @@ def split_by_codec(
     layouts: Iterable[Layout], push: CodecsByName, pull: CodecsByName
 ) -> list[Layout]:
     """Blocks to be, each of parameters with the same two codecs, in the order of the first one."""
-    found = []
+    split = []
     for layout in layouts:
         parts: dict[tuple[Codec | None, Codec | None], list[str]] = {}
         for name in layout.names:
             parts.setdefault((push.find(name), pull.find(name)), []).append(name)
         for codecs, names in parts.items():
-            found.append(layout.only(names)._replace(push=codecs[0], pull=codecs[1]))
-    return found
+            split.append(layout.only(names)._replace(push=codecs[0], pull=codecs[1]))
+    return split

@@ -67,7 +67,7 @@ class Rows(torch.nn.Parameter):
     _collected: Tensor | None
     _keys: Tensor | None
     _bad: Tensor | None
-    _left: int
+    _values_version: int
     _aside: Tensor | None
 
     @classmethod
@@ -75,7 +75,7 @@ class Rows(torch.nn.Parameter):
         """Rows of a table of this name and width, without anything collected."""
         rows = cls(torch.empty(0, dim), requires_grad=False)
         rows.of, rows.trained, rows.apart, rows.stepped = of, True, False, False
-        rows._collected, rows._keys, rows._bad, rows._left = None, None, None, 0
+        rows._collected, rows._keys, rows._bad, rows._values_version = None, None, None, 0
         rows._aside = None
         return rows
 
@@ -121,8 +121,8 @@ class Rows(torch.nn.Parameter):
         new = Gradients(keys, gradient.detach()[: len(keys)])
         if self.apart:
             new = self._finite(new)
-        held = self._held()
-        self._hold(new if held is None else _sum(held, new))
+        before = self._current()
+        self._hold(new if before is None else _sum(before, new))
 
     def collected(self) -> Gradients:
         """What was collected since the last `drop`, in float32 on the CPU; it may be `grad` itself.
@@ -130,10 +130,10 @@ class Rows(torch.nn.Parameter):
         Raises:
             RuntimeError: other code has put a gradient of another shape here.
         """
-        held = self._held()
-        if held is None:
+        gradients = self._current()
+        if gradients is None:
             return Gradients(_no_keys(), _no_rows(self.shape[1]))
-        return Gradients(held.keys, held.values.to("cpu", torch.float32).contiguous())
+        return Gradients(gradients.keys, gradients.values.to("cpu", torch.float32).contiguous())
 
     def take_bad(self) -> Tensor:
         """Keys whose gradients were left out for NaN or Inf since the last call; `apart` only."""
@@ -158,9 +158,9 @@ class Rows(torch.nn.Parameter):
     def _hold(self, gradients: Gradients) -> None:
         keys, values = gradients
         self.grad = values
-        self._keys, self._left = keys, values._version
+        self._keys, self._values_version = keys, values._version
 
-    def _held(self) -> Gradients | None:
+    def _current(self) -> Gradients | None:
         """What is collected and was not dropped by a `zero_grad` of torch's."""
         self.bring_back()  # an interrupt may have ended the step that was to
         keys, values = self._keys, self.grad
@@ -171,7 +171,7 @@ class Rows(torch.nn.Parameter):
                 f"the gradient of a table's rows is {list(values.shape)} now, and {len(keys)} rows "
                 f"of {self.shape[1]} were collected: change it in place, or set it to None"
             )
-        if values._version != self._left and not bool(values.any()):
+        if values._version != self._values_version and not bool(values.any()):
             return None  # zeroed in place, by zero_grad(set_to_none=False)
         return Gradients(keys, values)
 
@@ -180,10 +180,10 @@ class Rows(torch.nn.Parameter):
         good = gradients.values.isfinite().all(dim=1)
         if bool(good.all()):
             return gradients
-        chosen = good.cpu()
-        bad = gradients.keys[~chosen]
+        finite = good.cpu()
+        bad = gradients.keys[~finite]
         self._bad = bad if self._bad is None else torch.unique(torch.cat([self._bad, bad]))
-        return Gradients(gradients.keys[chosen], gradients.values[good])
+        return Gradients(gradients.keys[finite], gradients.values[good])
 
 
 def _sum(first: Gradients, second: Gradients) -> Gradients:
@@ -197,7 +197,7 @@ def _sum(first: Gradients, second: Gradients) -> Gradients:
     return Gradients(keys, total)
 
 
-_known: weakref.WeakKeyDictionary[Table, Rows] = weakref.WeakKeyDictionary()
+_rows_by_table: weakref.WeakKeyDictionary[Table, Rows] = weakref.WeakKeyDictionary()
 
 
 def rows_of(table: Table) -> Rows:
@@ -211,9 +211,9 @@ def rows_of(table: Table) -> Rows:
             f"table {table.name!r} counts in {table.wide}, and torch trains rows of float32: make "
             "the table of an embedding without dtype="
         )
-    rows = _known.get(table)
+    rows = _rows_by_table.get(table)
     if rows is None:
-        rows = _known[table] = Rows.empty(table.name, table.dim)
+        rows = _rows_by_table[table] = Rows.empty(table.name, table.dim)
     return rows
 
 
@@ -225,7 +225,7 @@ Ids = Tensor | npt.ArrayLike
 """Integers as a tensor, or strings as `ps.keys_of` takes them."""
 
 
-class _Found(NamedTuple):
+class _Lookup(NamedTuple):
     """Rows of a batch's ids.
 
     `places` int64 [*ids.shape] says which of `rows` [m or m + 1, dim] each id has. If an id is the
@@ -255,7 +255,7 @@ class KeyedModule(nn.Module):
     """
 
     rows: Rows
-    _untraced: ClassVar[Callable[[KeyedModule, Ids], _Found] | None] = None
+    _untraced: ClassVar[Callable[[KeyedModule, Ids], _Lookup] | None] = None
     """`_find`, which `torch.compile` leaves to Python: it sends and waits."""
 
     def __init__(self, table: Table, padding_idx: int | None = None) -> None:
@@ -287,12 +287,12 @@ class KeyedModule(nn.Module):
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self._table.name!r}, {self.embedding_dim}{padding}"
 
-    def _found(self, ids: Ids) -> _Found:
+    def _look_up(self, ids: Ids) -> _Lookup:
         find = KeyedModule._untraced
         assert find is not None, "the first module has set it"
         return find(self, ids)
 
-    def _find(self, ids: Ids) -> _Found:
+    def _find(self, ids: Ids) -> _Lookup:
         """The rows of these ids, pulled; with gradients enabled, a leaf that is collected from.
 
         Raises:
@@ -311,14 +311,14 @@ class KeyedModule(nn.Module):
             )
         flat = ids.detach().to("cpu", torch.int64).reshape(-1)
         try:
-            found, numbers = routing.distinct(flat.numpy())
+            keys_found, numbers = routing.distinct(flat.numpy())
         except RuntimeError as error:
             raise TypeError(
                 f"{type(self).__name__} cannot pull the rows of ids that have no memory, as inside "
                 "torch.func.grad or vmap: the rows come from the servers. Pull them outside of the "
                 "transform and give it the rows, or use loss.backward()"
             ) from error
-        keys, places = torch.from_numpy(found), torch.from_numpy(numbers).long()
+        keys, places = torch.from_numpy(keys_found), torch.from_numpy(numbers).long()
         padding = self._place_of_padding(keys)
         if padding is not None:
             keys = torch.cat([keys[:padding], keys[padding + 1 :]])
@@ -332,7 +332,7 @@ class KeyedModule(nn.Module):
         if learns:
             rows.requires_grad_()
             self._collect_from(rows, keys)
-        return _Found(places.reshape(ids.shape).to(ids.device), rows, padding)
+        return _Lookup(places.reshape(ids.shape).to(ids.device), rows, padding)
 
     def _collect_from(self, leaf: Tensor, keys: Tensor) -> None:
         when_there: Any = leaf.register_post_accumulate_grad_hook  # torch has no types for it
@@ -341,8 +341,8 @@ class KeyedModule(nn.Module):
     def _place_of_padding(self, keys: Tensor) -> int | None:
         if self.padding_idx is None:
             return None
-        found = (keys == self.padding_idx).nonzero()
-        return int(found) if len(found) else None
+        places = (keys == self.padding_idx).nonzero()
+        return int(places) if len(places) else None
 
     def _pull(self, keys: Tensor, *, learns: bool = False, exact: bool = False) -> Tensor:
         if not len(keys):
@@ -443,13 +443,13 @@ class Embedding(KeyedModule):
             TypeError: `ids` are neither a tensor of integers nor strings.
             ParamServeError: the pull failed; as `Table.pull`.
         """
-        found = self._found(ids)
-        if found.rows.is_cuda:
-            return F.embedding(found.places, found.rows, found.padding)
+        lookup = self._look_up(ids)
+        if lookup.rows.is_cuda:
+            return F.embedding(lookup.places, lookup.rows, lookup.padding)
         # The same values; on the CPU the gradient takes less than half the time of F.embedding's.
         # The padding's is left out where it is collected.
-        chosen = found.rows.index_select(0, found.places.reshape(-1))
-        return chosen.reshape(*found.places.shape, self.embedding_dim)
+        rows = lookup.rows.index_select(0, lookup.places.reshape(-1))
+        return rows.reshape(*lookup.places.shape, self.embedding_dim)
 
     def to_embedding(self, num_embeddings: int | None = None) -> nn.Embedding:
         """A torch module with the present rows of the keys 0 to `num_embeddings` - 1.
@@ -513,15 +513,15 @@ class EmbeddingBag(KeyedModule):
             TypeError, ValueError: as torch's. Nothing was applied.
             ParamServeError: the pull failed; as `Table.pull`.
         """
-        found = self._found(ids)
+        lookup = self._look_up(ids)
         return F.embedding_bag(
-            found.places,
-            found.rows,
+            lookup.places,
+            lookup.rows,
             offsets.long() if offsets is not None else None,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=found.padding,
+            padding_idx=lookup.padding,
         )
 
     def to_embedding(self, num_embeddings: int | None = None) -> nn.EmbeddingBag:

@@ -50,16 +50,16 @@ def optimizer_state(group: str, blocks: Sequence[SavedBlock], note: bytes) -> di
         raise _unknown(group, why)
     kinds, groups, state = set[str](), list[ParamGroup](), torch_state.State()
     for index, (spec, fetch) in enumerate(blocks):
-        kind, options, layout, found = _of_block(group, index, spec, fetch)
+        kind, options, layout, part = _of_block(group, index, spec, fetch)
         changed = numbers[index] if numbers else {}
         lists = {name: tuple(each) for name, each in changed.items() if isinstance(each, list)}
         kinds.add(kind)
         groups.append({**options, **changed, **lists, "params": list(layout.params)})
-        state |= found
+        state |= part
     kind_class: Any = class_of(kinds.pop())
-    made: torch.optim.Optimizer = kind_class(groups)
-    made.state.update(state)
-    return made.state_dict()
+    optimizer: torch.optim.Optimizer = kind_class(groups)
+    optimizer.state.update(state)
+    return optimizer.state_dict()
 
 
 def _of_block(

@@ -99,21 +99,21 @@ class Frozen:
     def values(self) -> dict[str, Any]:
         """Present values by name, on the CPU, for the result, without those that the servers hold
         by now; empty, with a warning, where they are too large."""
-        found = {slot.name: slot.value() for slot in self._params}
-        left = {
+        params = {slot.name: slot.value() for slot in self._params}
+        unowned = {
             name: param
-            for name, param in found.items()
+            for name, param in params.items()
             if param is not None and self._registry.owner(param) is None and not param.is_meta
         }
-        size = sum({id(p): p.numel() * p.element_size() for p in left.values()}.values())
+        size = sum({id(p): p.numel() * p.element_size() for p in unowned.values()}.values())
         if size > RESULT_BYTES_MAX:
             warn_user(
-                f"the result lacks {len(left)} frozen parameters of {size >> 20} MiB in all, at "
+                f"the result lacks {len(unowned)} frozen parameters of {size >> 20} MiB in all, at "
                 f"most {RESULT_BYTES_MAX >> 20} MiB go into one: load it with strict=False into a "
                 "model that has them"
             )
             return {}
-        return {name: _plain(param).to("cpu", copy=True) for name, param in left.items()}
+        return {name: _plain(param).to("cpu", copy=True) for name, param in unowned.items()}
 
 
 def _plain(param: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ def _key(slot: Slot) -> int:
 def _checksum(param: Tensor) -> int:
     """Checksum of a parameter's form and, where it has plain memory, of some of its elements,
     spread over all: weights that were made or loaded differently differ there as well."""
-    found = zlib.crc32(f"{param.dtype} {list(param.shape)}".encode())
+    crc = zlib.crc32(f"{param.dtype} {list(param.shape)}".encode())
     if param.is_meta or param.is_quantized or param.layout is not torch.strided:
-        return found
+        return crc
     flat = _plain(param).reshape(-1)
-    chosen = flat[:: flat.numel() // _LOOKED_AT_MAX + 1].cpu().contiguous()
-    return zlib.crc32(chosen.view(torch.uint8).numpy().tobytes(), found)
+    sample = flat[:: flat.numel() // _LOOKED_AT_MAX + 1].cpu().contiguous()
+    return zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), crc)

@@ -109,19 +109,19 @@ class Hybrid(Adopted[AdoptedBlock]):
         if self.schedules.is_saved:
             self.schedules.before_step(groups)
         factor = reciprocal(grad_scale) if grad_scale is not None else None
-        taken: list[TablePush] = []
+        pushes: list[TablePush] = []
 
         def take() -> None:
             if found_inf is None:
                 self.tables.refuse_bad()
             else:
                 self.tables.forgive_bad()
-            taken[:] = self._clipped(groups, self.tables.collected(factor))
+            pushes[:] = self._clipped(groups, self.tables.collected(factor))
             self.tables.set_aside()
 
         def evaluated() -> Any:
             assert closure is not None
-            if taken:  # of the evaluation before
+            if pushes:  # of the evaluation before
                 self.tables.drop()
             loss = closure()
             take()
@@ -129,7 +129,7 @@ class Hybrid(Adopted[AdoptedBlock]):
 
         try:
             if found_inf is not None and bool(found_inf):
-                taken[:], loss = self.tables.nothing(), None
+                pushes[:], loss = self.tables.nothing(), None
             elif closure is not None:
                 loss = own_step(evaluated)
             else:
@@ -139,7 +139,7 @@ class Hybrid(Adopted[AdoptedBlock]):
                 loss = own_step(None)
         finally:
             self.tables.bring_back()  # they are dropped when they are certain to be sent
-        self._push(taken)
+        self._push(pushes)
         return loss
 
     def _clipped(self, groups: Sequence[ParamGroup], rows: list[TablePush]) -> list[TablePush]:
@@ -156,18 +156,18 @@ class Hybrid(Adopted[AdoptedBlock]):
             clip([*dense, *tensors(rows)], norm)
         return rows
 
-    def _push(self, taken: list[TablePush]) -> None:
+    def _push(self, pushes: list[TablePush]) -> None:
         """Send the rows, and raise what became of the push before: these rows are sent all the
         same, for the dense layers have made this step."""
         weight = self._weight()
         try:
-            if self._sent:
+            if self._in_flight:
                 self._take_oldest()
         finally:
             self._forget()
-            if taken:
+            if pushes:
                 self._client.push_tables(
-                    taken,
+                    pushes,
                     tick=True,
                     weight=weight,
                     leased=True,
@@ -176,11 +176,11 @@ class Hybrid(Adopted[AdoptedBlock]):
 
     def _numbered_rows(self, ticket: Ticket) -> None:
         super()._numbered_rows(ticket)
-        self.schedules.made(sent=True)
+        self.schedules.count_step(noted=True)
 
     def finish(self) -> None:
         """Wait for the last push; then as `Adopted.finish`."""
-        if self._sent:
+        if self._in_flight:
             self._take_oldest()
         super().finish()
 

@@ -14,20 +14,21 @@ from paramserve.rules.torch_kinds import (
 )
 
 
-def check_optimizer(given: object) -> Optimizer:
+def check_optimizer(optimizer: object) -> Optimizer:
     """What was given as an optimizer. Raises `TypeError` for what is none."""
-    if isinstance(given, type):
-        call = "(model.parameters())" if issubclass(given, Optimizer) else "(...)"
+    if isinstance(optimizer, type):
+        call = "(model.parameters())" if issubclass(optimizer, Optimizer) else "(...)"
+        kind = optimizer.__name__
         raise TypeError(
-            f"worker.optimizer takes a torch optimizer or a rule, got the class {given.__name__}: "
-            f"make an object of it, as in {given.__name__}{call}"
+            f"worker.optimizer takes a torch optimizer or a rule, got the class {kind}: make an "
+            f"object of it, as in {kind}{call}"
         )
-    if not isinstance(given, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"worker.optimizer takes a torch optimizer or a rule, got {type(given).__name__}; "
+            f"worker.optimizer takes a torch optimizer or a rule, got {type(optimizer).__name__}; "
             f"supported: {SUPPORTED}, and rules as ps.SGD(lr=0.1) or a ps.CustomRule of yours"
         )
-    return given
+    return optimizer
 
 
 def check_options(group: ParamGroup) -> None:

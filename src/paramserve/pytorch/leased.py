@@ -42,17 +42,17 @@ class _Order:
     def __init__(self, plan: LeasePlan) -> None:
         self._size = plan.size
         self._seed = plan.order
-        self._kept: dict[int, npt.NDArray[np.int64]] = {}
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
-    def indices(self, drawn: DrawnBatch) -> npt.NDArray[np.int64]:
+    def indices(self, batch: DrawnBatch) -> npt.NDArray[np.int64]:
         """[drawn.stop - drawn.start]."""
         if self._seed < 0:
-            return np.arange(drawn.start, drawn.stop, dtype=np.int64)
-        if drawn.epoch not in self._kept:
-            if len(self._kept) >= ORDERS_KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[drawn.epoch] = order(self._size, self._seed, drawn.epoch)
-        return self._kept[drawn.epoch][drawn.start : drawn.stop]
+            return np.arange(batch.start, batch.stop, dtype=np.int64)
+        if batch.epoch not in self._orders:
+            if len(self._orders) >= ORDERS_KEPT:
+                del self._orders[next(iter(self._orders))]
+            self._orders[batch.epoch] = order(self._size, self._seed, batch.epoch)
+        return self._orders[batch.epoch][batch.start : batch.stop]
 
 
 class _Drawing(Sampler[Any]):
@@ -65,12 +65,12 @@ class _Drawing(Sampler[Any]):
         self._arrays = arrays
 
     def __iter__(self) -> Iterator[Any]:
-        while (drawn := self._work.draw()) is not None:
-            indices = self._order.indices(drawn)
+        while (batch := self._work.draw()) is not None:
+            indices = self._order.indices(batch)
             if self._arrays:
                 yield np.ascontiguousarray(indices)
             else:
-                yield SeededBatch(indices.tolist(), (self._seed, drawn.epoch, drawn.start))
+                yield SeededBatch(indices.tolist(), (self._seed, batch.epoch, batch.start))
 
 
 class LeasedLoader:
@@ -126,8 +126,8 @@ class LeasedLoader:
         loop, number = loop_progress(self._worker), 0
         try:
             while True:
-                with closing(self._drawn()) as drawn:
-                    for batch in drawn:
+                with closing(self._present_batches()) as batches:
+                    for batch in batches:
                         work.delivered()
                         loop.batch(number, work.batches_expected)
                         number += 1
@@ -142,7 +142,7 @@ class LeasedLoader:
         finally:
             work.close()
 
-    def _drawn(self) -> Generator[Any, None, None]:
+    def _present_batches(self) -> Generator[Any, None, None]:
         """The batches that are there at this moment; rows are asked for ahead."""
         if self._prefetch is None:
             yield from self._batches
@@ -176,9 +176,9 @@ class LeasedSampler(Sampler[list[int]]):
         work.begin()
         try:
             while True:
-                drawn = work.draw()
-                if drawn is not None:
-                    yield self._order.indices(drawn).tolist()
+                batch = work.draw()
+                if batch is not None:
+                    yield self._order.indices(batch).tolist()
                 elif work.unfinished:
                     work.pause()
                     return

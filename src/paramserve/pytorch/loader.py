@@ -228,19 +228,19 @@ class Loader:
         if self._resume:
             course.check(self._shape)
             before, most = course.steps_left, max(epochs - start, 0)
-            done, steps, begun = course.whole_passes(self._epochs, self._extent, most)
+            done, steps, epochs_begun = course.whole_passes(self._epochs, self._extent, most)
             if done and before == steps and not worker.returned_before:
-                resumed, left = worker.client.steps.resumed, epochs - start - done
+                resumed, remaining = worker.client.steps.resumed, epochs - start - done
                 clocks = {
                     each: resumed[each] for each in worker.optimizers.groups if resumed.get(each)
                 }
                 epoch = course.epoch_behind(done)
-                if left and all_have_stopped(worker.client, clocks, epoch):
+                if remaining and all_have_stopped(worker.client, clocks, epoch):
                     worker.notices.others_have_stopped(start + done - 1)
                     return loop(worker, start, done, start + done)
                 worker.notices.behind_epoch(start + done - 1)
             course.leave_out(self._epochs, done, steps)
-            self._epochs.next += begun
+            self._epochs.next += epochs_begun
         return loop(worker, start, done, epochs)
 
     @property
@@ -271,7 +271,7 @@ class Loader:
             self._epochs.next += present.epochs
             return
         epochs, first = divmod(present.start, len(self._batches))
-        begun = self._epochs.next
+        first_epoch = self._epochs.next
         self._epochs.next += epochs
         if self._epochs.ended:
             self._tell_if_alone()
@@ -285,13 +285,13 @@ class Loader:
                         epoch_now = epoch
                         self._tell_if_alone()
                     self._epochs.next = epoch + 1
-                    taken = present.takes(number)
+                    takes = present.takes(number)
                     if worker.retiring:
                         return
-                    if taken:
+                    if takes:
                         yield batch
         finally:
-            present.close(self._epochs.next - begun)
+            present.close(self._epochs.next - first_epoch)
         loop.batch(1, 1)
         self._epochs.ended = self._epochs.ended or torch.is_grad_enabled()
 
@@ -300,27 +300,27 @@ class Loader:
         if torch.is_grad_enabled() and self._worker.trains_alone:
             self._worker.notices.trains_alone()
 
-    def _loaded(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
+    def _loaded(self, first: int, count: int) -> Generator[tuple[int, Any], None, None]:
         """Yield the batches that are left, each with its epoch; rows are asked for ahead."""
-        batches = self._in_order(first, left)
+        batches = self._in_order(first, count)
         if self._prefetch is None:
             return batches
         return ahead(batches, self._worker.client, self._prefetch, itemgetter(1))
 
-    def _in_order(self, first: int, left: int) -> Generator[tuple[int, Any], None, None]:
+    def _in_order(self, first: int, count: int) -> Generator[tuple[int, Any], None, None]:
         epoch = self._epochs.next
-        while left:
+        while count:
             self._sampler.set_epoch(epoch)
-            begun, self._batches.first, first = first > 0, first, 0
-            if self._resume and not begun:
+            in_middle, self._batches.first, first = first > 0, first, 0
+            if self._resume and not in_middle:
                 self._worker.go_on_drawing()
             batches = iter(self._loading)  # draws a number, which a pass in its middle has drawn
-            if self._resume and begun:
+            if self._resume and in_middle:
                 self._worker.go_on_drawing()
             for batch in batches:
                 yield epoch, batch
-                left -= 1
-                if not left:
+                count -= 1
+                if not count:
                     return
             epoch += 1
 
@@ -331,8 +331,8 @@ class Loader:
 
     @property
     def _per_step(self) -> int:
-        told = self._batches_per_step
-        return told if told is not None else self._worker.optimizers.batches_per_step
+        per_step = self._batches_per_step
+        return per_step if per_step is not None else self._worker.optimizers.batches_per_step
 
 
 def sampler(

@@ -44,23 +44,23 @@ def read_state(path: str) -> Any:
     except OSError:
         raise
     except Exception as error:  # of any type: bytes of another kind are read as a pickle's
-        found, fix = _found(path, str(error))
+        kind, fix = _content_and_fix(path, str(error))
         raise ValueError(
             f"the file {path!r} in load_state is not what torch.save(model.state_dict(), path) "
-            f"writes. Expected: names and tensors. Found: {found}. Applied: no. To fix: {fix}"
+            f"writes. Expected: names and tensors. Found: {kind}. Applied: no. To fix: {fix}"
         ) from error
 
 
-def _found(path: str, told: str) -> tuple[str, str]:
+def _content_and_fix(path: str, reason: str) -> tuple[str, str]:
     """What a file is that could not be read, and what to do.
 
     Args:
-        told: by torch.
+        reason: by torch.
     """
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     fix = "name a file of torch.save(model.state_dict(), path), or give the state dict itself"
-    if (unsafe := re.search(r"\bGLOBAL (\S+)", told)) is not None:
+    if (unsafe := re.search(r"\bGLOBAL (\S+)", reason)) is not None:
         return (
             f"an object that needs {unsafe[1]}, such as a whole model",
             "if you trust the file, read it yourself with torch.load(path, weights_only=False), "
@@ -93,26 +93,26 @@ def load_given(worker: Host, name: str, model: torch.nn.Module) -> None:
     Raises:
         ValueError: it does not fit. Nothing was defined.
     """
-    given = worker.load_state
-    key = name if name in given else FIRST_OPTIMIZER
-    if key not in given:
+    states = worker.load_state
+    key = name if name in states else FIRST_OPTIMIZER
+    if key not in states:
         return
-    state = _as_model_has(model, _as_tensors(given[key]))
+    state = _as_model_has(model, _as_tensors(states[key]))
     owner = Registry.of(worker).owner
     present = model.state_dict(keep_vars=True)
     owned = {each for each, value in present.items() if _is_owned(value, owner)}
     try:
-        left = {name: value for name, value in state.items() if name not in owned}
-        found = model.load_state_dict(left, strict=not owned)
-        if not owned.issuperset(found.missing_keys) or found.unexpected_keys:
-            raise RuntimeError(str(found))
+        unowned = {name: value for name, value in state.items() if name not in owned}
+        mismatch = model.load_state_dict(unowned, strict=not owned)
+        if not owned.issuperset(mismatch.missing_keys) or mismatch.unexpected_keys:
+            raise RuntimeError(str(mismatch))
     except RuntimeError as error:
         fix = _fix(list(present), list(state))
         raise ValueError(
             f"load_state does not fit the model of optimizer {name!r}: {error}. Applied: no. To "
             f"fix: {fix}"
         ) from error
-    del given[key]
+    del states[key]
 
 
 def _is_owned(value: Any, owner: Callable[[torch.Tensor], object]) -> bool:
@@ -122,14 +122,14 @@ def _is_owned(value: Any, owner: Callable[[torch.Tensor], object]) -> bool:
 def _as_model_has(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state under the names that the model has with its own wrappers, whichever it was saved
     with; a name that fits none stays."""
-    known = model.state_dict(keep_vars=True).keys()
-    by_plain = {plain_name(model, name): name for name in known}
-    found = {}
+    names = model.state_dict(keep_vars=True).keys()
+    by_plain = {plain_name(model, name): name for name in names}
+    renamed = {}
     for name, value in state.items():
         plain = plain_text(name)
         options = (name, by_plain.get(name), by_plain.get(plain), _unwrapped(plain, by_plain))
-        found[next((each for each in options if each in known), name)] = value
-    return found
+        renamed[next((each for each in options if each in names), name)] = value
+    return renamed
 
 
 def _unwrapped(name: str, by_plain: Mapping[str, str]) -> str | None:
@@ -141,16 +141,16 @@ def _unwrapped(name: str, by_plain: Mapping[str, str]) -> str | None:
     return None
 
 
-def _fix(known: Sequence[str], given: Sequence[str]) -> str:
+def _fix(expected: Sequence[str], actual: Sequence[str]) -> str:
     """What to do where names differ: by a prefix, in part, or all of them."""
     for longer, shorter, line in (
-        (given, known, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
-        (known, given, "{{{0!r} + name: value for name, value in state.items()}}"),
+        (actual, expected, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
+        (expected, actual, "{{{0!r} + name: value for name, value in state.items()}}"),
     ):
         prefix = _prefix(longer, set(shorter))
         if prefix:
             return f"the names differ by {prefix!r} only: give load_state=" + line.format(prefix)
-    if set(known).isdisjoint(given):
+    if set(expected).isdisjoint(actual):
         return "give a state dict of this model: no name in this one is in the model"
     return (
         "give a state dict of this model, or load the part that fits in the training function: "
@@ -169,8 +169,8 @@ def _prefix(longer: Sequence[str], shorter: set[str]) -> str:
     return ""
 
 
-def _as_tensors(given: Any) -> Any:
+def _as_tensors(tree: Any) -> Any:
     """Arrays as tensors in their memory, also within a dict; those of uint16 are of bfloat16."""
-    if isinstance(given, Mapping):
-        return {name: _as_tensors(value) for name, value in given.items()}
-    return as_tensor(given, dtype_of(given)) if isinstance(given, np.ndarray) else given
+    if isinstance(tree, Mapping):
+        return {name: _as_tensors(value) for name, value in tree.items()}
+    return as_tensor(tree, dtype_of(tree)) if isinstance(tree, np.ndarray) else tree

@@ -128,7 +128,7 @@ class Local(Adopted[B]):
         except Exception:
             self.since -= 1
             raise
-        self.schedules.made()
+        self.schedules.count_step()
         self._stepped(groups)
         if self.since >= self.count:
             with torch.no_grad():
@@ -207,7 +207,7 @@ class Local(Adopted[B]):
     def _numbered(self, ticket: Ticket) -> None:
         super()._numbered(ticket)
         self.since, self._samples = 0, 0.0
-        self.schedules.sent()
+        self.schedules.confirm_note()
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -289,7 +289,7 @@ class LocalStepping(Local[StartedBlock]):
         """Fragments that own steps have changed since they were sent."""
         self._turn: set[int] = set()
         """Fragments of the exchange that is about to be sent, or was sent last."""
-        self._chosen: Sequence[StartedBlock] = ()
+        self._turn_parts: Sequence[StartedBlock] = ()
         """Blocks of these."""
         self._pushed: Sequence[StartedBlock] = ()
         """Blocks that were sent, and have to start where their difference ended."""
@@ -380,19 +380,19 @@ class LocalStepping(Local[StartedBlock]):
         self._start_where_pushed()
         self._expects = False
         self._turn = fragments
-        self._chosen = [
+        self._turn_parts = [
             part for nth, part in enumerate(self._parts) if nth % self._fragments in fragments
         ]
-        push = [part.difference(self._client) for part in self._chosen]
+        push = [part.difference(self._client) for part in self._turn_parts]
         weight = max(self._behind[fragment] for fragment in fragments) + self._samples
-        self._send(push, [part.block for part in self._chosen], weight)
+        self._send(push, [part.block for part in self._turn_parts], weight)
 
     def _numbered(self, ticket: Ticket) -> None:
         behind = [before + self._samples for before in self._behind]
         super()._numbered(ticket)
         self._behind = [0.0 if f in self._turn else each for f, each in enumerate(behind)]
         self._changed = self._changed - self._turn
-        self._pushed, self._expects = self._chosen, True
+        self._pushed, self._expects = self._turn_parts, True
 
     def _arrive(self) -> None:
         """Wait for the exchange that is on its way, if there is one, and take its values. An
@@ -406,7 +406,7 @@ class LocalStepping(Local[StartedBlock]):
         if outcome.skipped and not all(part.is_finite() for part in self._parts):
             self._begin_anew()
             return
-        for part in self._chosen:
+        for part in self._turn_parts:
             part.merge(outcome.values[part.block.id], self._stays)
 
     def _begin_anew(self) -> None:

@@ -57,18 +57,18 @@ class Slot:
 
     def value(self) -> Tensor | None:
         """The object that is there now; None: there is none any more."""
-        found = getattr(self.owner, self.attribute, None)
-        return found if isinstance(found, Tensor) else None
+        value = getattr(self.owner, self.attribute, None)
+        return value if isinstance(value, Tensor) else None
 
     def tensor(self) -> Tensor:
         """Tensor without a gradient. It is known to be there."""
-        found: Tensor = getattr(self.owner, self.attribute)
-        return found.detach()
+        value: Tensor = getattr(self.owner, self.attribute)
+        return value.detach()
 
     def present(self) -> Tensor | None:
         """Tensor of the slot; None: it is not in the model any more."""
-        found = self.value()
-        return found.detach() if found is not None else None
+        value = self.value()
+        return value.detach() if value is not None else None
 
 
 def places(model: Module) -> Iterator[Place]:
@@ -106,7 +106,7 @@ class Names:
         self.parameters: dict[str, Slot] = {}
         self.buffers: dict[str, Slot] = {}
         self.looks = 0
-        self._known: dict[int, tuple[Tensor, list[str]]] = {}
+        self._names_by_id: dict[int, tuple[Tensor, list[str]]] = {}
         """Names by identity; the tensors too, so that no other one gets the same."""
         self._modules: list[Module | None] = []
         """All but the model itself, as they were at the last look."""
@@ -131,13 +131,13 @@ class Names:
     def look(self) -> None:
         """Learn of tensors that are new in the model, and of modules that others have replaced."""
         self.looks += 1
-        found = list(places(self.model))
-        self._holders = [place.module._modules for place in found]
+        all_places = list(places(self.model))
+        self._holders = [place.module._modules for place in all_places]
         self._keys, self._modules = self._children()
-        modules_now = {place.raw: place.module for place in found}
+        modules_now = {place.raw: place.module for place in all_places}
         for slot in (*self.parameters.values(), *self.buffers.values()):
             slot.owner = modules_now.get(slot.raw.rpartition(".")[0])
-        for place in found:
+        for place in all_places:
             module = place.module
             for kind, tensors in (
                 (self.parameters, module._parameters),
@@ -149,7 +149,7 @@ class Names:
                     name, raw = place.of(attribute)
                     slot = kind.setdefault(name, Slot(name, raw, module, attribute))
                     slot.raw, slot.owner, slot.attribute = raw, module, attribute
-                    _, names = self._known.setdefault(id(tensor), (tensor, []))
+                    _, names = self._names_by_id.setdefault(id(tensor), (tensor, []))
                     if name not in names:
                         names.append(name)
 
@@ -160,8 +160,8 @@ class Names:
 
     def all_of(self, tensor: Tensor) -> list[str]:
         """Every name of a tensor."""
-        known = self._known.get(id(tensor))
-        return known[1] if known is not None else []
+        entry = self._names_by_id.get(id(tensor))
+        return entry[1] if entry is not None else []
 
     def first(self, slots: Mapping[str, Slot]) -> list[tuple[Slot, Tensor]]:
         """Slots with what is in them now, each tensor under its first name."""
@@ -174,7 +174,7 @@ class Names:
         Args:
             names: only of tensors with these first names; None: of all.
         """
-        tied = (names for _, names in self._known.values())
+        tied = (names for _, names in self._names_by_id.values())
         return {
             other: first
             for first, *others in tied

@@ -132,12 +132,12 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
         self._optimizer = weakref.ref(optimizer)
         self._copy: dict[Tensor, dict[str, Any]] = {}
         self._as_fetched: dict[Tensor, dict[str, Any]] = {}
-        self.shown = False
+        self.has_copy = False
         """Whether there is a copy."""
 
     def show(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Be this state until the next step."""
-        self.shown = True
+        self.has_copy = True
         self._as_fetched = {param: dict(entry) for param, entry in state.items() if entry}
         self._copy = {param: _copied(entry) for param, entry in self._as_fetched.items()}
 
@@ -154,7 +154,7 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
             RuntimeError: this was replaced, or the copy changed.
         """
         changed = state is not self or not self._is_as_fetched()
-        self._copy, self._as_fetched, self.shown = {}, {}, False
+        self._copy, self._as_fetched, self.has_copy = {}, {}, False
         if changed:
             raise RuntimeError(
                 "optimizer.state was changed, and it is a copy: the state lives on the servers. "
@@ -169,7 +169,7 @@ class FetchedState(MutableMapping[Tensor, dict[str, Any]]):
 
     def _fetched(self) -> dict[Tensor, dict[str, Any]]:
         optimizer = self._optimizer()
-        if not self.shown and optimizer is not None:
+        if not self.has_copy and optimizer is not None:
             self.show(optimizer._adopted.fetch_state(optimizer.param_groups))
         return self._copy
 
@@ -221,7 +221,7 @@ class ServedOptimizer(AdoptedOptimizer):
         if self._adopted.unnamed:
             look_for_unnamed(self._adopted, self)
         try:
-            if self._fetched.shown or self.state is not self._fetched:
+            if self._fetched.has_copy or self.state is not self._fetched:
                 self._forget_state()
             if closure is not None:
                 with torch.enable_grad():
@@ -315,11 +315,11 @@ class LocalOptimizer(AdoptedOptimizer):
 
         def own_step(evaluate: Callable[[], Any] | None) -> Any:
             # A fused step would divide by the scale again, others refuse to see it.
-            kept = {name: vars(self).pop(name) for name in _SCALER if name in vars(self)}
+            scaler = {name: vars(self).pop(name) for name in _SCALER if name in vars(self)}
             try:
                 return function(self) if evaluate is None else function(self, evaluate)
             finally:
-                vars(self).update(kept)
+                vars(self).update(scaler)
 
         if _is_for_a_checkpoint(self.param_groups):
             return own_step(closure)  # it makes the state, and is no step of the training
@@ -375,7 +375,7 @@ def _adopted_class(kind: type[Optimizer], base: type[AdoptedOptimizer]) -> type[
 def adopt(
     worker: Host,
     model: torch.nn.Module,
-    given: Optimizer | Rule,
+    optimizer_or_rule: Optimizer | Rule,
     *,
     name: str = "model",
     overlap: bool = False,
@@ -389,7 +389,7 @@ def adopt(
     schedulers: Sequence[Any] = (),
 ) -> Optimizer:
     """See `Worker.optimizer`."""
-    optimizer = _as_optimizer(model, given)
+    optimizer = _as_optimizer(model, optimizer_or_rule)
     model = _checked(model, optimizer, dense)
     check_schedulers(optimizer, schedulers)
     settings = Settings(name, overlap, weight, clip_norm, buffers, consistency, push, pull)
@@ -404,7 +404,7 @@ def adopt(
     return optimizer
 
 
-def _as_optimizer(model: torch.nn.Module, given: Optimizer | Rule) -> Optimizer:
+def _as_optimizer(model: torch.nn.Module, optimizer_or_rule: Optimizer | Rule) -> Optimizer:
     """The optimizer itself, or one of all parameters of the model with this rule.
 
     Raises:
@@ -412,12 +412,12 @@ def _as_optimizer(model: torch.nn.Module, given: Optimizer | Rule) -> Optimizer:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    rule: object = given
+    rule: object = optimizer_or_rule
     if isinstance(rule, Rule) and not isinstance(rule, type):
         params = list(model.parameters())
         dense = [param for param in params if not isinstance(param, Rows)]
         return RuleOptimizer(dense or params, rule)
-    return check_optimizer(given)
+    return check_optimizer(optimizer_or_rule)
 
 
 def _checked(model: torch.nn.Module, optimizer: Optimizer, dense: str) -> torch.nn.Module:

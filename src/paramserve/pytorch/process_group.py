@@ -98,10 +98,10 @@ def _check(client: Client) -> None:
         )
     joined = client.connection
     if joined.incarnation > 1 or joined.late:
-        came = f"was started again (incarnation {joined.incarnation})" if not joined.late else ""
+        reason = f"was started again (incarnation {joined.incarnation})" if not joined.late else ""
         raise ParamServeError(
-            f"no process group for {who}, which {came or 'came later than the others'}: a process "
-            "group cannot take a worker in later",
+            f"no process group for {who}, which {reason or 'came later than the others'}: a "
+            "process group cannot take a worker in later",
             fix="run without ps.Restart and job.scale, or keep the dense layers on the servers "
             '(dense="servers"), where workers may come and go',
         )
@@ -184,21 +184,21 @@ def _interface_of(host: str) -> str | None:
 
     get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        wanted = socket.inet_aton(socket.gethostbyname(host))
+        host_bytes = socket.inet_aton(socket.gethostbyname(host))
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no such address
                 request = name.encode()[:15].ljust(256, b"\0")
-                if fcntl.ioctl(asking, get_address, request)[20:24] == wanted:
+                if fcntl.ioctl(asking, get_address, request)[20:24] == host_bytes:
                     return name
     return None
 
 
 def _interface_of_ipv6(host: str) -> str | None:
     with contextlib.suppress(OSError):
-        wanted = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()
+        host_bytes = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             address, *_, name = line.split()
-            if address == wanted:
+            if address == host_bytes:
                 return name
     return None
 
@@ -218,10 +218,10 @@ class _Card(NamedTuple):
     def written(self) -> npt.NDArray[np.int64]:
         """Card as a value that the servers hold: [1 + CARD_BYTES]."""
         text = f"{self.host} {self.device}".encode()
-        found = np.zeros(1 + CARD_BYTES, np.int64)
-        found[0] = self.port
-        found[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-        return found
+        card = np.zeros(1 + CARD_BYTES, np.int64)
+        card[0] = self.port
+        card[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+        return card
 
     @classmethod
     def read(cls, value: npt.NDArray[Any]) -> _Card:

@@ -96,12 +96,12 @@ class Registry:
         """Owner of a tensor's value; None: no optimizer's group."""
         return self._owners.get(id(tensor))
 
-    def unowned(self, found: Iterable[tuple[Slot, Tensor]]) -> list[str]:
+    def unowned(self, pairs: Iterable[tuple[Slot, Tensor]]) -> list[str]:
         """The names of what has no owner, in places that no optimizer looks after; each tensor
         once, also where several optimizers of a model ask."""
         new = {
             id(tensor): (slot.name, tensor)
-            for slot, tensor in found
+            for slot, tensor in pairs
             if self.owner(tensor) is None
             and id(tensor) not in self._unowned
             and (id(slot.owner), slot.attribute) not in self._watched
@@ -120,9 +120,9 @@ class Registry:
     def watch(self, slots: Iterable[Slot]) -> list[Slot]:
         """Subset of these places that no optimizer before has looked after."""
         new = {(id(slot.owner), slot.attribute): slot for slot in slots}
-        found = [slot for key, slot in new.items() if key not in self._watched]
+        unwatched = [slot for key, slot in new.items() if key not in self._watched]
         self._watched |= {key: slot.owner for key, slot in new.items()}
-        return found
+        return unwatched
 
     def links(
         self, group: str, names: Names, named: Mapping[str, Tensor], *, first: bool
@@ -135,7 +135,7 @@ class Registry:
             named: the tensors that are defined.
             first: they are its first ones: what other groups own of its model is told, too.
         """
-        found = []
+        links = []
         for other in self.optimizers:
             if other.group != group:
                 other.names.look()
@@ -145,12 +145,12 @@ class Registry:
                     if not other.serves(tensor)
                     for theirs in other.names.all_of(tensor)
                 }
-                found.append(Link(other.group, group, pairs))
+                links.append(Link(other.group, group, pairs))
         sources: dict[str, dict[str, str]] = {}
         mine = {id(tensor) for tensor in named.values()}
         for key, owner in self._owners.items() if first else ():
             if owner.group != group and key not in mine:
                 pairs = dict.fromkeys(names.all_of(owner.tensor), owner.name)
                 sources.setdefault(owner.group, {}).update(pairs)
-        found += [Link(group, source, pairs) for source, pairs in sources.items()]
-        return tuple(link for link in found if link.names)
+        links += [Link(group, source, pairs) for source, pairs in sources.items()]
+        return tuple(link for link in links if link.names)

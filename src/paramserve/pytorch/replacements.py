@@ -44,11 +44,11 @@ class Replacements:
 
     def _remember(self) -> None:
         slots, self._looks = self._names.parameters, self._names.looks
-        known = [(slots[n], p) for n, p in self._stepped if n in slots and n not in self.slots]
-        self._params = [param for _, param in known]
+        pairs = [(slots[n], p) for n, p in self._stepped if n in slots and n not in self.slots]
+        self._params = [param for _, param in pairs]
         self._places = [
             (slot.owner._parameters if slot.owner is not None else {}, slot.attribute)
-            for slot, _ in known
+            for slot, _ in pairs
         ]
 
     def look(self) -> list[Slot]:
@@ -65,15 +65,15 @@ class Replacements:
                 self.slots[name] = slot
                 new.append(slot)
         self._remember()
-        for gone in (False, True):
-            if names := [slot.name for slot in new if (slot.value() is None) == gone]:
-                self._warn(names, gone)
+        for is_removed in (False, True):
+            if names := [slot.name for slot in new if (slot.value() is None) == is_removed]:
+                self._warn(names, is_removed)
         return new
 
-    def _warn(self, names: Sequence[str], gone: bool) -> None:
+    def _warn(self, names: Sequence[str], is_removed: bool) -> None:
         more = f" (and {len(names) - 1} more)" if names[1:] else ""
-        has = "no such name any more" if gone else "another object under its name"
-        values = "its last value" if gone else "the model's own value at the end"
+        has = "no such name any more" if is_removed else "another object under its name"
+        values = "its last value" if is_removed else "the model's own value at the end"
         warn_user(
             f"parameter {names[0]!r}{more} is stepped by optimizer {self._group!r}, and the model "
             f"has {has}: the steps change the model there no more, and the result has {values}. To "

@@ -95,10 +95,10 @@ class NamedScheduler:
 
     def rate_at(self, position: float, steps: int) -> int:
         """Rate (`Progress.rate`) at this position, before the own step behind so many."""
-        made = steps - self.since
+        steps_since = steps - self.since
         # The end of an epoch may lie between the first steps of this worker.
-        enough = made > 0 if self.rate is None else made >= _SEVERAL
-        return round((position - self.first) / made) if enough else self.rate or 0
+        enough = steps_since > 0 if self.rate is None else steps_since >= _SEVERAL
+        return round((position - self.first) / steps_since) if enough else self.rate or 0
 
     def tells_rate(self, steps: int) -> bool:
         """Whether `rate_at` tells how often it is stepped, before the own step behind so many."""

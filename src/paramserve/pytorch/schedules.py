@@ -177,9 +177,9 @@ class Schedules:
         """Take the group's hyper-parameters where other ranks were first, if no named scheduler
         makes them: schedulers begin with the optimizer's own."""
         if self._behind:
-            found = self._best()
-            if found is not None and not found[1].schedulers:
-                _install(groups, found[1].numbers)
+            best = self._best()
+            if best is not None and not best[1].schedulers:
+                _install(groups, best[1].numbers)
             self._as_started = _numbers(groups)
 
     def behind(self) -> None:
@@ -208,14 +208,14 @@ class Schedules:
             self._changed = True
         self._quick, self._positions = quick, positions
 
-    def made(self, *, sent: bool = False) -> None:
-        """The step of the last `before_step` was made, and counts.
+    def count_step(self, *, noted: bool = False) -> None:
+        """Count the step of the last `before_step`, which was made.
 
         Args:
-            sent: with the last `note`; as `sent`.
+            noted: it has carried the last `note`; see `confirm_note`.
         """
         self._steps += 1
-        if sent:
+        if noted:
             self._last_note = self._next_note
 
     def note(self) -> bytes:
@@ -262,8 +262,8 @@ class Schedules:
         bare = tuple(each._replace(state=b"") for each in note.schedulers)
         return msgspec.structs.replace(note, schedulers=bare)
 
-    def sent(self) -> None:
-        """The last `note` has gone out: of a step that is refused the next one tells again."""
+    def confirm_note(self) -> None:
+        """Note that the last `note` was sent; after a refused step the next one sends it again."""
         self._last_note = self._next_note
 
     def _progress(self) -> tuple[Progress, ...]:
@@ -319,10 +319,10 @@ class Schedules:
         return (clock - at - 1) * self._steps_per_clock + 1, _unpacked(packed)
 
     def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
-        found = self._best()
-        if found is None:
+        best = self._best()
+        if best is None:
             return
-        ahead, note = found
+        ahead, note = best
         if not note.schedulers:
             if self._as_started == _numbers(groups):
                 _install(groups, note.numbers)
@@ -427,8 +427,8 @@ class Schedules:
             before, now = ([each["lr"] for each in n] for n in (note.numbers, _numbers(groups)))
             write_line(
                 f"group {self._group!r} goes on with this run's schedulers, which are "
-                f"others than the checkpoint's: learning rates {_shown(now)}, where its last step "
-                f"had {_shown(before)}"
+                f"others than the checkpoint's: learning rates {_rates_text(now)}, where its last "
+                f"step had {_rates_text(before)}"
             )
 
     def _warn_by_hand(self) -> None:
@@ -472,14 +472,14 @@ def _unpacked(note: bytes) -> Note:
     return msgspec.msgpack.decode(note, type=Note)
 
 
-def _shown(rates: Sequence[float]) -> str:
+def _rates_text(rates: Sequence[float]) -> str:
     more = ", ..." if len(rates) > RATES_SHOWN_MAX else ""
     return ", ".join(f"{each:.4g}" for each in rates[:RATES_SHOWN_MAX]) + more
 
 
 def _numbers(groups: Sequence[ParamGroup]) -> list[Numbers]:
     """The hyper-parameters that are numbers, or tuples of numbers."""
-    found = []
+    by_group = []
     for group in groups:
         numbers = {}
         for name, value in group.items():
@@ -490,13 +490,13 @@ def _numbers(groups: Sequence[ParamGroup]) -> list[Numbers]:
                 value = list(value) if plain else None
             if name not in _NOT_OURS and isinstance(value, int | float | list):
                 numbers[name] = value
-        found.append(numbers)
-    return found
+        by_group.append(numbers)
+    return by_group
 
 
 def _install(groups: Sequence[ParamGroup], numbers: Sequence[Numbers]) -> None:
-    for group, found in zip(groups, numbers, strict=False):
-        for name, value in found.items():
+    for group, values in zip(groups, numbers, strict=False):
+        for name, value in values.items():
             present = group.get(name)
             if isinstance(present, Tensor):
                 present.fill_(value)

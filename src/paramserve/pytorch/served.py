@@ -102,7 +102,7 @@ class Served(Adopted[ServedBlock]):
     def refresh(self) -> None:
         """Take the servers' present values, as after a step."""
         self.install_pending()
-        if self._parts and self._taken is None:
+        if self._parts and self._successor is None:
             self.schedules.behind()
             self._pull(self._parts)
 
@@ -122,7 +122,7 @@ class Served(Adopted[ServedBlock]):
         self.regroup(groups)
         if not self._warned:
             self._warn_of_changes()
-        if self._sent[self._stay :]:
+        if self._in_flight[self._stay :]:
             self._forget(keep=self._stay)
         client = self._client
         note = {}
@@ -139,7 +139,7 @@ class Served(Adopted[ServedBlock]):
             rows = self.tables.collected(unscale, own=self._settings.clip_norm is not None)
             clip_norm = self._clip(push, rows)
             self._send(push, rows, weight=weight, clip_norm=clip_norm, **note)
-        if self._sent[self._stay :]:
+        if self._in_flight[self._stay :]:
             self._take_oldest()
         self._count_step()
 
@@ -165,12 +165,12 @@ class Served(Adopted[ServedBlock]):
         )
 
     def _numbered(self, ticket: Ticket) -> None:
-        self._sent += [ticket]
-        self.schedules.made(sent=True)
+        self._in_flight += [ticket]
+        self.schedules.count_step(noted=True)
 
     def _numbered_rows(self, ticket: Ticket) -> None:
         super()._numbered_rows(ticket)
-        self.schedules.made(sent=True)
+        self.schedules.count_step(noted=True)
 
     def _clip(self, push: Sequence[BlockPush], rows: Sequence[TablePush]) -> float:
         """Clip what is clipped on this worker; the norm for the servers to clip by, or 0."""
@@ -191,7 +191,7 @@ class Served(Adopted[ServedBlock]):
     def install_pending(self) -> None:
         """Wait for the push that `overlap` left outstanding, and install its values."""
         self._forget(keep=self._stay)
-        if self._sent:
+        if self._in_flight:
             with torch.no_grad():
                 self._take_oldest()
 
@@ -231,8 +231,8 @@ class Served(Adopted[ServedBlock]):
                 read = partial(self._client.dense.fetch, part.block)
                 state.update(torch_state.fetch(read, part.layout, rule))
         state |= self._unserved_state
-        given = {id(param) for group in groups for param in group["params"]}
-        return {param: entry for param, entry in state.items() if id(param) in given}
+        ids = {id(param) for group in groups for param in group["params"]}
+        return {param: entry for param, entry in state.items() if id(param) in ids}
 
     def _rules(self, groups: Sequence[ParamGroup]) -> list[tuple[ServedBlock, Rule]]:
         """Each part with its rule, as the groups' options are now."""
@@ -249,7 +249,7 @@ class Served(Adopted[ServedBlock]):
         self, groups: Sequence[ParamGroup]
     ) -> list[tuple[ServedBlock, ParamGroup | None]]:
         """Each part with the group that it belongs to now; None: with none any more."""
-        if self._taken is None:
+        if self._successor is None:
             self.regroup(groups)
         at = [groups[part.group] if part.group is not None else None for part in self._parts]
         return list(zip(self._parts, at, strict=True))

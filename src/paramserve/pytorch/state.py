@@ -28,17 +28,17 @@ PRODUCT = "mu_product"
 """Torch's NAdam keeps it beside the count, from which it follows."""
 
 
-def _kept(rule: Rule, param: Tensor) -> dict[str, StateTensor]:
+def _state_forms(rule: Rule, param: Tensor) -> dict[str, StateTensor]:
     """What torch keeps of a parameter with this rule, by name, in its order."""
     shape = tuple(param.shape)
     if isinstance(rule, TorchRule):
         return dict(rule.state_of(shape))
-    kept = {name: StateTensor(shape, None) for _, name in _fields(rule)}
+    tensors = {name: StateTensor(shape, None) for _, name in _fields(rule)}
     if isinstance(rule, SGD):
-        return kept
+        return tensors
     number = StateTensor((), _step_dtype())
     counted = {STEP: number, PRODUCT: number} if isinstance(rule, NAdam) else {STEP: number}
-    return counted | kept
+    return counted | tensors
 
 
 def _number(rule: Rule, name: str, count: int) -> float:
@@ -46,8 +46,8 @@ def _number(rule: Rule, name: str, count: int) -> float:
     return rule.product(count) if name == PRODUCT and isinstance(rule, NAdam) else float(count)
 
 
-def _scalar(number: float, kept: StateTensor) -> Tensor:
-    return torch.tensor(number, dtype=kept.dtype, device="cpu")
+def _scalar(number: float, form: StateTensor) -> Tensor:
+    return torch.tensor(number, dtype=form.dtype, device="cpu")
 
 
 def _fields(rule: Rule) -> Iterable[tuple[int, str]]:
@@ -74,13 +74,13 @@ def fetch(read: Fetch, layout: Layout, rule: Rule) -> State:
     for index, (param, count) in enumerate(zip(layout.params, counts, strict=True)):
         entry: dict[str, Any] = {}
         if count:
-            for name, kept in _kept(rule, param).items():
+            for name, form in _state_forms(rule, param).items():
                 if name in (STEP, PRODUCT) and not isinstance(rule, TorchRule):
-                    entry[name] = _scalar(_number(rule, name, count), kept)
+                    entry[name] = _scalar(_number(rule, name, count), form)
                 elif name == STEP:
-                    entry[name] = _scalar(float(count), kept)
+                    entry[name] = _scalar(float(count), form)
                 else:
-                    value = _as_kept(views[name][index], kept, param)
+                    value = _as_torch_keeps(views[name][index], form, param)
                     if isinstance(rule, SGD) and value is not None and _unused(rule, value):
                         continue
                     entry[name] = value if value is not None else first(rule, param)[name]
@@ -104,27 +104,27 @@ def first(rule: Rule, param: Tensor) -> dict[str, Any]:
     it: some of its numbers do not begin at zero.
     """
     if isinstance(rule, TorchRule):
-        made = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
-        made.grad = torch.zeros_like(made)
-        optimizer = rule.optimizer([made], rule.hyper())
+        value = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
+        value.grad = torch.zeros_like(value)
+        optimizer = rule.optimizer([value], rule.hyper())
         with torch.device("cpu"):
             optimizer.step()
-        return dict(optimizer.state[made])
+        return dict(optimizer.state[value])
     zeros = torch.zeros_like(param, dtype=kept_dtype(param.dtype))
     return {
-        name: _scalar(_number(rule, name, 0), kept) if name in (STEP, PRODUCT) else zeros.clone()
-        for name, kept in _kept(rule, param).items()
+        name: _scalar(_number(rule, name, 0), form) if name in (STEP, PRODUCT) else zeros.clone()
+        for name, form in _state_forms(rule, param).items()
     }
 
 
-def _as_kept(view: Tensor, kept: StateTensor, param: Tensor) -> Tensor | None:
+def _as_torch_keeps(view: Tensor, form: StateTensor, param: Tensor) -> Tensor | None:
     """A state of a parameter from the elements that lie beside it on the servers, if any do."""
-    dtype = kept.dtype if kept.dtype is not None else kept_dtype(param.dtype)
-    if kept.shape == tuple(param.shape):
+    dtype = form.dtype if form.dtype is not None else kept_dtype(param.dtype)
+    if form.shape == tuple(param.shape):
         return torch.empty_like(param, dtype=dtype).copy_(view)
     if not view.numel():
         return None  # a number, and there is no element that it could lie beside
-    leading = view.reshape(-1)[: prod(kept.shape)].view(kept.shape)
+    leading = view.reshape(-1)[: prod(form.shape)].view(form.shape)
     return leading.to(dtype, copy=True)
 
 
@@ -157,11 +157,11 @@ def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Fie
         for name, param, view, entry in zip(
             layout.names, layout.params, views, entries, strict=True
         ):
-            kept = _kept(rule, param).get(field)
-            value = None if kept is None else _checked(name, entry, field, kept)
-            if value is None or kept is None:
+            form = _state_forms(rule, param).get(field)
+            value = None if form is None else _checked(name, entry, field, form)
+            if value is None or form is None:
                 continue
-            if kept.shape == ():
+            if form.shape == ():
                 view.fill_(float(value))  # as `TorchRule` keeps it
             else:
                 view.reshape(-1)[: value.numel()].copy_(value.reshape(-1))
@@ -169,7 +169,7 @@ def prepare(layout: Layout, rule: Rule, state: Mapping[Tensor, Any]) -> list[Fie
     return fields
 
 
-def _checked(name: str, entry: dict[str, Any], field: str, kept: StateTensor) -> Tensor | None:
+def _checked(name: str, entry: dict[str, Any], field: str, form: StateTensor) -> Tensor | None:
     if not entry:
         return None
     if field not in entry:
@@ -178,10 +178,10 @@ def _checked(name: str, entry: dict[str, Any], field: str, kept: StateTensor) ->
             "another kind of optimizer"
         )
     value: Tensor | None = entry[field]
-    if value is not None and tuple(value.shape) != kept.shape:
+    if value is not None and tuple(value.shape) != form.shape:
         raise ValueError(
             f"the loaded {field} of {name!r} has shape {tuple(value.shape)}, it should have "
-            f"{kept.shape}"
+            f"{form.shape}"
         )
     return value
 

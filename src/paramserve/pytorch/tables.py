@@ -63,7 +63,7 @@ class Tables:
         self._apart = apart
         self._stepped: dict[int, Stepped] = {}
         """Stepped rows by their identity."""
-        self._shown: list[Tensor] = []
+        self._last_params: list[Tensor] = []
         """The list of parameters that `_added` are in."""
         self._added: list[Rows] = []
         """Rows that the optimizer had not been given."""
@@ -88,48 +88,48 @@ class Tables:
             ValueError: a table is another client's, or the optimizer was given rows that another
                 one steps, or that the model does not have. Nothing was changed.
         """
-        given = {id(p) for group in groups for p in group["params"] if isinstance(p, Rows)}
-        found: dict[int, Stepped] = {}
+        ids = {id(p) for group in groups for p in group["params"] if isinstance(p, Rows)}
+        by_rows: dict[int, Stepped] = {}
         for module in self._modules():
-            if id(module.rows) not in self._stepped and self._is_ours(module, given):
-                found[id(module.rows)] = Stepped(module.table, module.rows)
-        if given - found.keys() - self._stepped.keys():
+            if id(module.rows) not in self._stepped and self._is_ours(module, ids):
+                by_rows[id(module.rows)] = Stepped(module.table, module.rows)
+        if ids - by_rows.keys() - self._stepped.keys():
             raise ValueError(
                 "the optimizer has the rows of a table that no module of the model is on: give "
                 "worker.optimizer the model that they came from"
             )
-        return list(found.values())
+        return list(by_rows.values())
 
-    def adopt(self, found: Sequence[Stepped], groups: Sequence[ParamGroup]) -> None:
+    def adopt(self, tables: Sequence[Stepped], groups: Sequence[ParamGroup]) -> None:
         """Step these tables from now on; show their rows to users of the optimizer.
 
         Args:
             groups: what the optimizer has been given, or one more group of it.
         """
-        given = {id(param) for group in groups for param in group["params"]}
+        ids = {id(param) for group in groups for param in group["params"]}
         # At the end of all groups: torch numbers parameters by their place.
         self._remove_added()
-        self._shown = groups[-1]["params"]
-        self._shown += self._added
-        for each in found:
+        self._last_params = groups[-1]["params"]
+        self._last_params += self._added
+        for each in tables:
             self._stepped[id(each.rows)] = each
             each.rows.stepped, each.rows.apart = True, self._apart
-            if id(each.rows) not in given:
+            if id(each.rows) not in ids:
                 self._added.append(each.rows)
-                self._shown.append(each.rows)
+                self._last_params.append(each.rows)
         for module in self._modules() if self._apart else ():
             _hide(module)
 
     def _modules(self) -> list[KeyedModule]:
         return [each for each in self._model.modules() if isinstance(each, KeyedModule)]
 
-    def _is_ours(self, module: KeyedModule, given: set[int]) -> bool:
+    def _is_ours(self, module: KeyedModule, ids: set[int]) -> bool:
         if module.table.client is not self._client:
             raise ValueError(
                 f"the table {module.table.name!r} belongs to {module.table.client!r}, not to this "
                 "worker's client: make it with worker.client.table(...)"
             )
-        if module.rows.stepped and id(module.rows) in given:
+        if module.rows.stepped and id(module.rows) in ids:
             raise ValueError(
                 f"the table {module.table.name!r} is stepped already by the optimizer that was "
                 "given to worker.optimizer first. Give it the one that has the table's rows first"
@@ -150,11 +150,11 @@ class Tables:
         try:
             yield
         finally:
-            self._shown += self._added
+            self._last_params += self._added
 
     def _remove_added(self) -> None:
         for rows in self._added:
-            self._shown[:] = [param for param in self._shown if param is not rows]
+            self._last_params[:] = [param for param in self._last_params if param is not rows]
 
     def left_out_of(self, state_dict: dict[str, Any]) -> bool:
         """Whether a state dict is without the rows that the optimizer was not given.
@@ -162,7 +162,7 @@ class Tables:
         One that `torch.distributed.checkpoint` loads was made anew, from all that is shown.
         """
         groups = state_dict.get("param_groups")
-        return not groups or len(groups[-1]["params"]) != len(self._shown)
+        return not groups or len(groups[-1]["params"]) != len(self._last_params)
 
     # --- a step ------------------------------------------------------------------------------
 

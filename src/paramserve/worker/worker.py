@@ -202,12 +202,12 @@ class Worker:
             return
         message = DatasetSize(0, str(arguments), size)
         connection = self.client.connection
-        told = connection.control.call(message, SameSize, timeout_s=connection.timeout_s)
-        if told.size != size:
+        first_size = connection.control.call(message, SameSize, timeout_s=connection.timeout_s)
+        if first_size.size != size:
             warn_user(
                 f"rank {self.rank} made a loader or sampler over {size} samples, and rank "
-                f"{told.rank} over {told.size}: each takes its share of what is to be the same "
-                "dataset on all ranks. Where each rank has a part of its own, give "
+                f"{first_size.rank} over {first_size.size}: each takes its share of what is to be "
+                "the same dataset on all ranks. Where each rank has a part of its own, give "
                 'worker.loader(..., shards="own"), which shares nothing out'
             )
 
@@ -278,8 +278,8 @@ class Worker:
         """
         self.client.steps.clock_read = True  # the function knows where it goes on
         self._position.look()
-        found = self.client.saving.find(name)
-        return default if found is None else plain.load(found)
+        value = self.client.saving.find(name)
+        return default if value is None else plain.load(value)
 
     def track(self, name: str, thing: Any) -> None:
         """Bring an object back in a worker that is started again and in a run that is resumed:
@@ -536,8 +536,8 @@ class Worker:
         """Give the run's result what is kept of this worker's steps."""
         if self._report is not None:
             for name, history in self.optimizers.histories.items():
-                taken = StepsTaken(name, history.records())
-                self._report("steps", msgspec.msgpack.encode(taken))
+                steps = StepsTaken(name, history.records())
+                self._report("steps", msgspec.msgpack.encode(steps))
 
     def process_group(
         self,

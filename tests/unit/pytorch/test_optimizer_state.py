@@ -54,7 +54,7 @@ def test_state_dict_equals_torch(kind, options) -> None:
         assert list(fetched["state"][index]) == list(entry)
         for name, value in entry.items():
             torch.testing.assert_close(fetched["state"][index][name], value)
-    assert not optimizer._fetched.shown
+    assert not optimizer._fetched.has_copy
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
@@ -135,7 +135,7 @@ def test_load_state_dict_only_rank_0_stores() -> None:
         mine = small_model()
         optimizer = adopt(worker, mine, torch.optim.Adam(mine.parameters(), lr=1.0))
         optimizer.load_state_dict(saved)
-        assert not optimizer._fetched.shown
+        assert not optimizer._fetched.has_copy
         train(mine, optimizer, 1)
         return optimizer.state_dict()["state"][0]["step"].item()
 
@@ -416,7 +416,7 @@ def test_load_state_dict_refused_leaves_everything_as_it_was(change) -> None:
         optimizer.load_state_dict(saved)
     assert cluster.stored == []
     assert optimizer.param_groups == groups
-    assert not optimizer._fetched.shown
+    assert not optimizer._fetched.has_copy
     train(model, optimizer, 2)
     train(expected, plain, 2)
     assert_same(model, expected)
@@ -428,7 +428,7 @@ def test_load_state_dict_with_a_momentum_that_the_servers_have_not_is_refused() 
     saved = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).state_dict()
     with pytest.raises(ValueError):
         optimizer.load_state_dict(saved)
-    assert (cluster.stored, optimizer._fetched.shown) == ([], False)
+    assert (cluster.stored, optimizer._fetched.has_copy) == ([], False)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "ASGD", "Rprop", "Adagrad", "RAdam"])

@@ -34,8 +34,8 @@ def schedules(notes: dict[int, dict[int, bytes]], *, late: bool) -> Schedules:
 def told(schedule: Schedules, groups: list[dict[str, Any]]) -> bytes:
     schedule.before_step(groups)
     note = schedule.note()
-    schedule.made()
-    schedule.sent()
+    schedule.count_step()
+    schedule.confirm_note()
     return note
 
 
