@@ -75,7 +75,7 @@ class Deadlines(Struct, frozen=True):
     start_s: float = 60.0
     """Longest time from the launch of the processes until all servers are known."""
     stop_s: float = 1.0
-    """Time from the wish to stop until the processes that remain are killed."""
+    """Time from the request to stop until the processes that remain are killed."""
     reconnect_s: float = 1.0
     """A broken connection to a server or the coordinator is tried again this long where no process
     listens, and for `stall_s` where there is no answer; then that is gone."""

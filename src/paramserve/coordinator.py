@@ -115,7 +115,7 @@ class CoordinatorRole:
     def opened(self, conn: Connection, hello: Hello) -> None:
         if hello.role not in COORDINATOR_ROLES:
             raise ProtocolError(
-                f"a peer came to the coordinator as {hello.role!r}", fix="run the same version"
+                f"a peer connected to the coordinator as {hello.role!r}", fix="run the same version"
             )
         number, self._next = self._next, self._next + 1
         self._numbers[conn] = number

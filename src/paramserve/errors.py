@@ -86,7 +86,7 @@ class ServerGone(ParamServeError):
 
 
 class CoordinatorGone(ParamServeError):
-    """The coordinator process ended. Servers and workers cannot be told apart from strangers."""
+    """The coordinator process ended. Peers can no longer be authenticated."""
 
 
 class WorkerFailed(ParamServeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,16 @@ def test_first_line_of_a_docstring_stands_alone() -> None:
         if text.lstrip().startswith(LEANING)
     ]
     assert not places, "say what it is or does:\n" + "\n".join(places)
+
+
+def test_text_names_the_actor_and_the_standard_verb() -> None:
+    places = [
+        f"{path.relative_to(SOURCE)}:{number} {match[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in PERSONS.finditer(line)
+    ]
+    assert not places, "name the shard, the client, the rank: " + ", ".join(places)
 
 
 def test_no_name_tells_a_story() -> None:

@@ -97,7 +97,7 @@ def test_cut_that_was_let_go_is_refused(cluster: RoleCluster) -> None:
         assert client.dense.fetch(block, 0)[0].min() == 1.0
         with pytest.raises(UnknownName, match="no block 99"):
             cluster.servers[0].role.shard.cuts.parts_here[cut].block(99)
-    with pytest.raises(UnknownName, match="has let go of cut"):
+    with pytest.raises(UnknownName, match="has released cut"):
         client.dense.fetch(block, 0, cut=cut)
 
 

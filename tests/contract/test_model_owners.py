@@ -291,7 +291,7 @@ def test_parameter_that_was_replaced_right_before_a_death_comes_back(
 
 
 @pytest.mark.filterwarnings("ignore:parameter 'book.weight' is stepped by")
-@pytest.mark.filterwarnings("ignore:rank 0 came to a run whose optimizer")
+@pytest.mark.filterwarnings("ignore:rank 0 joined a run whose optimizer")
 def test_parameter_that_was_added_and_replaced_comes_back(make_cluster: MakeCluster) -> None:
     def training(victim: int | None) -> Train:
         def train(worker: ps.Worker) -> State:
@@ -473,7 +473,7 @@ def test_worker_that_comes_back_has_the_values_of_layers_that_were_added(
         ranks.end()
         assert_equal(ranks.returned[1], ranks.returned[0])
     else:
-        with pytest.warns(UserWarning, match="rank 1 came to a run .* has trained 'body.weight'"):
+        with pytest.warns(UserWarning, match="rank 1 joined a run .* has trained 'body.weight'"):
             ranks.end()
 
 

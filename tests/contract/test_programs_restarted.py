@@ -45,7 +45,7 @@ RTOL, ATOL = 1e-4, 1e-5
 """Plain torch rounds in its own order."""
 ALLOWED = (
     r"parameter 'book.weight' is stepped by optimizer 'body', and the model has another object",
-    r"rank \d came to a run whose optimizer 'body' has trained 'body.2.weight'",
+    r"rank \d joined a run whose optimizer 'body' has trained 'body.2.weight'",
 )
 """Warnings that say why something may not be as users think."""
 FAULTS = ("death", "death", "resume", "added")

@@ -489,7 +489,7 @@ def test_handle_of_an_ended_cluster_opens_no_other_one(servers: Servers, tmp_pat
     ("same_token", "error", "words"),
     [
         (False, NotAuthenticated, "refused this side's token"),
-        (True, ServerGone, "a client of another cluster came to shard 0"),
+        (True, ServerGone, "a client of another cluster connected to shard 0"),
     ],
     ids=["another_token", "same_token"],
 )
@@ -616,7 +616,7 @@ def test_refused_extra_server_leaves_the_first_one_serving(servers: Servers) -> 
     first, address = servers.serve(workers=1)
     extra = servers.start("server", bind="127.0.0.1:0", token=servers.token, join=address)
     _, text = extra.error(SOON_S)
-    assert "one more server came to a cluster of 1" in text
+    assert "one more server registered at a cluster of 1" in text
     with ps.connect(address, rank=0, token_file=servers.token) as worker:
         worker.client.define("w", np.zeros(3), rule=ps.Add())
         worker.client.push("w", np.ones(3)).result()

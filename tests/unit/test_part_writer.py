@@ -161,7 +161,7 @@ def test_next_checkpoint_ends_the_one_before() -> None:
     bench.parts.write(bench.cut(2))
     bench.run()
     before, new = bench.outcomes()
-    assert "has let go of cut" in before.failed
+    assert "has released cut" in before.failed
     assert not new.failed
 
 
@@ -192,7 +192,7 @@ def test_cut_that_is_gone_is_told() -> None:
     bench.run(2.5 * THREAD_S)
     bench.cuts.let_go(asked.cut)
     bench.run()
-    assert "has let go of cut" in bench.outcomes()[0].failed
+    assert "has released cut" in bench.outcomes()[0].failed
 
 
 def test_server_without_a_folder_says_so() -> None:

@@ -76,7 +76,7 @@ class Written(Struct, frozen=True):
 
 
 class Cut(Struct, frozen=True, kw_only=True):
-    """What a checkpoint is of, for those who look at it; what a server resumes from is in
+    """Contents of a checkpoint, for readers of it; what a server resumes from is in
     `shard-<k>.msgpack` and `cluster.msgpack`."""
 
     step: int

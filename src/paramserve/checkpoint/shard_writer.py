@@ -79,7 +79,7 @@ def write_shard(
     Returns:
         What `Writer.finish` gave.
     Raises:
-        ParamServeError: the cut is lost, or was let go.
+        ParamServeError: the cut is lost, or was released.
     """
     dense = [each for number, each in sorted(part.blocks.items()) if number in blocks]
     tables = [each for number, each in sorted(part.tables.items()) if number in blocks]

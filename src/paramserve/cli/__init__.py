@@ -197,8 +197,8 @@ def _save(result: Result, path: str) -> str:
 
 
 def _save_rest(result: Result | None, path: str | None) -> None:
-    """Write what there is of the model of a run that has not come to its end. What goes wrong is
-    told, and hides nothing."""
+    """Write what there is of the model of a run that has not ended in order. A failure is
+    reported, and hides nothing."""
     if path is None:
         return
     if result is None:

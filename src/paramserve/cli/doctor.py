@@ -196,7 +196,7 @@ def _cuda() -> str:
 
 
 def of_token(path: str) -> Finding:
-    """A token file: that it can be read, and by nobody else."""
+    """Check that a token file can be read, and by no other user."""
     from paramserve.transport.auth import credentials_of
 
     try:

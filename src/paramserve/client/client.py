@@ -153,8 +153,8 @@ class Client:
                 cluster's if it has none of its own.
             nth: which one it is of the blocks that all ranks define in this group, each by itself;
                 -1: not said. Then ranks with other names for it do not wait for each other.
-            aliases: further names of tied tensors, each with the one in `name`, for those who read
-                a whole state from the servers.
+            aliases: further names of tied tensors, each with the one in `name`, for clients
+                that read a whole state from the servers.
             links: tensors that models of several groups have, for the same readers.
             dtypes: by name, in which the same readers give values that have no rule and are
                 narrower in the model: "bool", "uint8", "int8", "int16" or "int32" of int64,

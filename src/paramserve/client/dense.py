@@ -187,7 +187,7 @@ class Dense:
     def cut(self, blocks: Iterable[Block] = (), *, timeout_s: float | None = None) -> Iterator[int]:
         """Take a cut of the groups of some blocks, all if none are given; its number, for `fetch`.
 
-        Every shard has of each client's pushes exactly the same ones in it. It is let go at the
+        Every shard has of each client's pushes exactly the same ones in it. It is released at the
         end. Nothing waits for its reader.
 
         Raises:
@@ -198,7 +198,7 @@ class Dense:
         with self._lock:
             number = self._steps.ask_all("cut", TakeCut(0, groups), timeout_s)[0].taken
         yield number
-        with self._lock:  # after an error the shards let go of it by themselves
+        with self._lock:  # after an error the shards release it by themselves
             self._steps.ask_all("cut", DropCut(0, number), timeout_s)
 
     def store(

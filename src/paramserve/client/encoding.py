@@ -7,9 +7,9 @@ the sum is that of the gradients less the residual. What a gradient changes of i
 next one when the call is certain to be sent, since one that is interrupted before sends nothing;
 the residual itself has it when the shards have answered, as far as they have applied it.
 
-`Feedback` lets go of a part of the residual each time that it is added to a gradient. A push that
-was not applied has let go of nothing either, and the pushes that were sent behind it have let go
-of less: they had what it left out, which counts no more.
+`Feedback` discards a part of the residual each time that it is added to a gradient. A push that
+was not applied has discarded nothing either, and the pushes that were sent behind it have discarded
+less: they had what it left out, which counts no more.
 
 A checkpoint has no residuals. Before its cut a push goes whole, with all that was left out, when an
 answer has asked for it (`Done.flush`): then a residual of zero remains (`core.flush`).
@@ -51,7 +51,7 @@ class Encoded:
         slot: where its bytes lie.
         change: of the residual, [block.size]; None: the codec has none, or it is over.
         inactive: elements of pieces without a gradient, as (start, stop).
-        residual_share: the part of the residual that was added to it; the rest is let go.
+        residual_share: the part of the residual that was added to it; the rest is discarded.
         counted: whether the next gradient counts with it.
         rest: of one that goes whole, whether pieces without a gradient keep what was left out.
     """
@@ -395,7 +395,7 @@ class Encoder:
 
     def _not_applied(self, block: Block, change: Floats, low: int, high: int) -> None:
         """A shard, which has the elements [low, high), has not applied a gradient: what those
-        behind it have let go of becomes what it were without it.
+        behind it have discarded becomes what it were without it.
 
         Args:
             change: its own; gets other values there.

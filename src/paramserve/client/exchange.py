@@ -655,11 +655,11 @@ class Exchange(Links):
         return self.read_until(settled, self.now() + timeout_s)
 
     def close(self, reason: ParamServeError | None = None, *, bye: bool = True) -> None:
-        """Say goodbye, close the links, let go of the arenas. Repeating is safe.
+        """Say goodbye, close the links, release the arenas. Repeating is safe.
 
         Args:
             reason: what calls under way raise; None: that the client was closed.
-            bye: whether the servers are told that this is its own wish.
+            bye: whether the servers are told that it ends in order.
         """
         with self._lock:
             if self._closed:

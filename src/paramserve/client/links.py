@@ -362,7 +362,7 @@ class Links:
         return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """The caller, their owner, lets go of these slots."""
+        """The caller, their owner, releases these slots."""
         with self._lock:
             self.let_go(slots)
 
@@ -430,7 +430,7 @@ class Links:
         return link
 
     def _disconnect(self, shard: ReachedShard) -> None:
-        """Let go of a link; at once when it breaks: its descriptor may be another link's next."""
+        """Release a link; at once when it breaks: its descriptor may be another link's next."""
         if shard.failure is None:
             self._down.add(shard.number)
         link = shard.link

@@ -1,4 +1,4 @@
-"""How much of a worker's loop over batches is done, for those who watch the run."""
+"""Progress of a worker's loop over batches, for the run's reports."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class RowCache:
             self._versions[clock] = [min(each) for each in zip(oldest, versions, strict=True)]
 
     def drop(self, keys: Array) -> None:
-        """Let go of the copies of these keys, int64 [n]; they may repeat."""
+        """Release the copies of these keys, int64 [n]; they may repeat."""
         places = self._places(keys)
         self._let_go(np.unique(places[places >= 0]))
 

@@ -310,7 +310,7 @@ class RowReads:
             self._steps.forget(read.ticket)
 
     def _usable(self, block: Block) -> deque[RowRead]:
-        """The prefetches of a table that a pull may use at this clock; older ones are let go."""
+        """The prefetches of a table that a pull may use at this clock; older ones are released."""
         prefetched = self._prefetched.setdefault(block.id, deque())
         if prefetched:
             clocks = 0 if self._steps.traits_of(block).collects else AHEAD_CLOCKS_MAX
@@ -392,7 +392,7 @@ class RowReads:
             self._drop_copies(block, cache, keys)
 
     def _drop_copies(self, block: Block, cache: RowCache, keys: Array) -> None:
-        """Let go of the copies of some rows, and keep none that are being read."""
+        """Release the copies of some rows, and keep none that are being read."""
         cache.drop(keys)
         if under_way := self._under_way.get(block.id):
             own = keys.copy()

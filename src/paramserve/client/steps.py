@@ -70,7 +70,7 @@ class Steps(ClientClocks):
         repeated: Async: how many steps of an older incarnation some shard has had that this one
             takes again, since another had not.
         now: the time, in seconds, of the exchange's clock.
-        give_back: lets go of value slots.
+        give_back: releases value slots.
         next_mark: is called once for each call that ends a clock, in order, and gives its mark
             (lease, samples); None: there are none.
         loop: of the worker over its batches.
@@ -662,7 +662,7 @@ class Steps(ClientClocks):
         clocks = tuple(self.clocks.get(name, 0) for name in names)
         message = JoinGroup(0, block.group, others, clocks)
         requests = [message] * self._shards
-        # Within a call: what became of its entry's step is told with the call's tickets.
+        # Within a call: the outcome of its entry's step is told with the call's tickets.
         replies = answers_by_shard(
             self.finish("join", requests, limit_s, (), begins=not joining.follows)
         )
@@ -705,7 +705,7 @@ class Steps(ClientClocks):
             limit_s: None: as `wait`, for what was sent before it.
             begins: whether it is a call; else it is within one, for which there is room.
             slots: go back when all shards have answered. What they hold stands until the caller
-                lets go of the client's lock.
+                releases the client's lock.
         """
         operation = Operation(self._shards)
 

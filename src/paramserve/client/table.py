@@ -211,8 +211,8 @@ class Table:
 
         They are read as they are now; what is pushed in between is not in them. A pull uses them if
         this client has ended at most one clock on the table since, or under `ps.Sync`, where all
-        read the values of one clock, none. Else they are let go, and it asks the servers. So under
-        `ps.BoundedStaleness(bound)` a row may be bound + 1 clocks behind.
+        read the values of one clock, none. Else they are released, and it asks the servers. So
+        under `ps.BoundedStaleness(bound)` a row may be bound + 1 clocks behind.
 
         Raises:
             As `pull`; what the servers refuse is raised by the pull.

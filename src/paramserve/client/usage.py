@@ -1,4 +1,4 @@
-"""What a client has done with its time, for those who watch the run."""
+"""Time and memory of a client, for the run's reports."""
 
 from __future__ import annotations
 

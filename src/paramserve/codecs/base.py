@@ -17,12 +17,12 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class Feedback:
-    """Error feedback that lets go of some of what it keeps: what a codec has left out of gradients
-    is added to the next one, but less of it.
+    """Error feedback with a bounded residual: what a codec has left out of gradients is added to
+    the next one, but less of it.
 
     Attributes:
         decay: what is left out is multiplied by this before it is added: above 0 and at most 1.
-            At 1 nothing of it is let go.
+            At 1 nothing of it is discarded.
         clip_norm: and then scaled so that its L2 norm is at most this, over all tensors of one of
             the optimizer's parameter groups. None: it is not.
 

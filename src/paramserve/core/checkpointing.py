@@ -275,7 +275,7 @@ class Checkpointing:
         if self._under_way is not None:
             self._under_way.progress += seconds
 
-    # --- those who ask ---------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def ask(self, connection: int, message: AskCheckpoint, now: float) -> Checkpointed | None:
         """Answer a call for a checkpoint that begins after it; asking again changes nothing.

@@ -375,7 +375,7 @@ class SlotPool(Generic[S]):
         del self._gaps[number], self._whole[number]
 
     def give_back(self, slots: Sequence[S]) -> None:
-        """The last owner of slots lets go of them. Those who take as many in the same order get the
+        """Release slots of their last owner. A caller that takes as many in the same order gets the
         same ones: what was said of a slot is then said again."""
         for slot in reversed(slots):
             size = self.in_use_by[slot.own]

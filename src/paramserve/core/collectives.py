@@ -275,7 +275,7 @@ class Collectives:
         return None
 
     def _opened(self, message: AllReduce, rank: int) -> _Open:
-        """A collective that a rank comes to first."""
+        """Open a collective, for the rank whose call arrives first."""
         members = self._membership.members
         newest = max(each.client for each in members.values())
         expected = frozenset(each for each in members if members[each].state == EXPECTED)

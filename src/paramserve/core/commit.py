@@ -77,7 +77,7 @@ class Collect:
     """Waiting for the lead's answer since it was sent."""
     repeat_at: float = 0.0
     since: float | None = None
-    """When the first gradients came of those that the clock waits for; None: none has."""
+    """When the first gradients arrived that the clock waits for; None: none has."""
     due: float | None = None
     """When its policy is to be asked again, whichever ranks have come."""
     missing: tuple[int, ...] = ()

@@ -773,7 +773,7 @@ class Coordination:
         return DefineTimeout(
             f"group {message.group!r} with {', '.join(map(repr, names))} was not defined in "
             f"{message.wait_s:.1f} s",
-            fix="look at the one who defines it (rank 0), or raise timeout_s",
+            fix="look at the rank that defines it (rank 0), or raise timeout_s",
         )
 
 

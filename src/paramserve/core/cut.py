@@ -20,7 +20,7 @@ has a session on every shard before it sends its first request). So a client tha
 behind its requests is in the cut with all of them on all shards, in whatever order its goodbyes
 arrive: a shard where it has ended reports how far it came there, and the others wait for what is on
 its way. Those reports need a memory only where something was unanswered at the goodbye, and the
-shards let go of it together, after a cut that has the client's end on all of them
+shards release it together, after a cut that has the client's end on all of them
 (`CutOver.over`). A client that stands still with some of its requests on some shards only is waited
 for in the longest attempt, once; then the cut is taken without that request, and it is named
 (`CutOver.torn`). One that has ended so is forgotten with a whole cut, which names it; where that is
@@ -70,7 +70,7 @@ CUT_PATIENCE_S = 20.0
 """No attempt of a cut begins later; a client that waits for it is refused then. The longest attempt
 is among those before."""
 CUT_KEEP_S = 60.0
-"""A part of a cut that is not read for this long is let go."""
+"""A part of a cut that is not read for this long is released."""
 CUTS_KEPT_MAX = 4
 """Cuts that a shard has parts of at once, besides the one for a checkpoint; the oldest goes."""
 FIX = (
@@ -176,7 +176,7 @@ class CutAgreement:
         self._unequal: tuple[int, Set[int]] = 0, frozenset()
         """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
         self._last_report: CutTaken | None = None
-        """What became of the cut for the last checkpoint."""
+        """Outcome of the cut for the last checkpoint."""
         self.flush: Flush | None = None
         """Flush that shard 0 asks of clients before a cut."""
         self._flushes: CutRequest | None = None
@@ -209,7 +209,7 @@ class CutAgreement:
         return session.executed if session.fenced_by is None else session.fenced_at
 
     def _ends(self, session: ShardSession) -> bool:
-        """Whether nothing more may come of a client."""
+        """Whether a client may send no more."""
         if session.fenced_by is not None:
             return True
         gone_at = session.gone_at
@@ -231,7 +231,7 @@ class CutAgreement:
         self._want(CutRequest(CutAsk(0, owner, groups, whole), session, now + patience_s), now)
 
     def want_snapshot(self, group: int, now: float) -> None:
-        """Take a cut of a group for those who watch it, unless one is to have what is there now."""
+        """Take a cut of a group for its watchers, unless one is to have what is there now."""
         asks = [each.ask for each in self._requests]
         if self._leading is not None and self._leading.request.ask.number > self._ended:
             asks.append(self._leading.request.ask)  # this shard keeps its part later
@@ -240,7 +240,7 @@ class CutAgreement:
             self._want(CutRequest(ask, None, now + CUT_PATIENCE_S), now)
 
     def want_checkpoint(self, checkpoint: int, full: bool, flush_s: float, now: float) -> None:
-        """Take a whole cut for a checkpoint, and tell the coordinator what became of it; again if
+        """Take a whole cut for a checkpoint, and report its outcome to the coordinator; again if
         it asks again.
 
         Args:
@@ -262,7 +262,7 @@ class CutAgreement:
         self._plan()
 
     def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
-        """Let go of the cut for a checkpoint, or take none for it any more; forget who has ended
+        """Release the cut for a checkpoint, or take none for it any more; forget who has ended
         and is named in it, if it is committed."""
         if committed and checkpoint == self._unequal[0]:
             for client in self._unequal[1]:
@@ -427,7 +427,7 @@ class CutAgreement:
             )
         behind = self._behind(leading.to, [leading.positions[shard] for shard in missing])
         return (
-            f"{text} stopped for {limit}, and shards {missing} did not come to apply what others "
+            f"{text} stopped for {limit}, and shards {missing} have not applied what others "
             f"have{behind}: a worker stood still in the middle of a push, or pushes take that long "
             "to arrive or to be applied"
         )
@@ -583,7 +583,7 @@ class CutAgreement:
             self._outbox.append(CutReleased())
 
     def _answer_again(self, number: int) -> None:
-        """Shard 0 has not heard what became of a cut here."""
+        """Report a cut's outcome here to shard 0, which does not have it."""
         if self._done is not None and self._done.number == number:
             self._send(self._done)
         elif number <= self._ended:
@@ -631,7 +631,7 @@ class CutAgreement:
         self._plan()
 
     def _make_room(self, newest: ShardCut) -> None:
-        """Let go of the cut for the checkpoint before, or of the oldest of all others."""
+        """Release the cut for the checkpoint before, or the oldest of all others."""
         alike = [
             n for n, p in self.parts_here.items() if bool(p.checkpoint) == bool(newest.checkpoint)
         ]
@@ -673,7 +673,7 @@ class CutAgreement:
         part = self.parts_here.get(number)
         if part is None:
             raise UnknownName(
-                f"shard {self._shard} has let go of cut {number}, which was not read for "
+                f"shard {self._shard} has released cut {number}, which was not read for "
                 f"{CUT_KEEP_S:.0f} s or was one of more than {CUTS_KEPT_MAX}",
                 fix="take another one",
             )

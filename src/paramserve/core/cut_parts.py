@@ -41,7 +41,7 @@ class CutMemory:
         """Use this memory for the next copies."""
 
     def give_back(self) -> None:
-        """Let go of what was not used."""
+        """Release what was not used."""
 
     def copy(self, array: Array) -> Array:
         """A copy of an array that is about to change.
@@ -177,12 +177,12 @@ class ShardCut:
         left_out: of a whole cut, ranks that keep something that was left out of their gradients.
         begun: (client, lease, samples): how much of its leased samples is in it with a call that is
             not over.
-        snapshot: whether it is for those who watch the group.
+        snapshot: whether it is for clients that watch the group.
         checkpoint: the number of the one that it is for, or 0.
         complete: whether every shard has its part.
         torn: clients that ended while they were sending, whom the shards have up to different
             numbers.
-        keep_until: when it is let go if it is not read.
+        keep_until: when it is released if it is not read.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class DeltaStream:
         self._change = np.empty(0, np.float32)
         """Memory for the next delta, as it is and as it is decoded."""
         self._revision = 0
-        """Revision of the values when the reference was last brought up to them."""
+        """Revision of the values when the reference was last made equal to them."""
         self._stream = NOTHING
         self._number = 0
         self._deltas = deque[Bytes]()
@@ -156,7 +156,7 @@ class DeltaStream:
         return self._reference
 
     def _advance(self, reference: Floats, values: Floats, revision: int) -> Floats:
-        """Add a delta, which brings the reference up to the values; or begin a stream, where a
+        """Add a delta, which makes the reference equal to the values; or begin a stream, where a
         value or its change is not finite."""
         codec, change = self._codec, self._change
         largest: Callable[[Floats], float] = compiled().largest

@@ -285,7 +285,7 @@ class Directory:
                 what = "a table" if spec.table is not None else "a group of tensors"
                 tensors = ", ".join(repr(piece.name) for piece in call.pieces[:NAMED_MAX])
                 raise DefineMismatch(
-                    f"{call.group!r} is the name of {what}; now {tensors} came to it",
+                    f"{call.group!r} is the name of {what}; now {tensors} would be defined in it",
                     fix="give each table a name of its own, that no group of tensors has",
                 )
             return

@@ -2,7 +2,7 @@
 
 A worker may end while the first step of a call is collected, and the others wait behind it in its
 session. Its next incarnation goes on behind the steps that all shards have collected. So the shard
-collects the rest of that call at once, and refuses all else that comes of the session.
+collects the rest of that call at once, and refuses all further requests of the session.
 """
 
 from __future__ import annotations

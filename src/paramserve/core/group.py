@@ -1,4 +1,4 @@
-"""One group on one shard, as a machine: which steps wait, and what each of them comes to.
+"""One group on one shard, as a machine: which steps wait, and the outcome of each.
 
 Steps, messages of other shards, changes of the membership and time come in. A step is answered at
 once, or is held; everything else that is to be done is put into the outbox, which the shard works
@@ -541,7 +541,7 @@ class GroupMachine:
         self, session: ShardSession, request: Request, parts: list[stepping.Part]
     ) -> Answer | None:
         """Collect, decide and apply a clock in one: the only member steps on the only shard. None:
-        the step needs the general path, which comes to the same."""
+        the step needs the general path, which has the same result."""
         state, step, rank = self.state, request.message, session.rank
         assert type(step) is Step
         changes, clocks = state.changes, state.members.clocks

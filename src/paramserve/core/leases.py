@@ -106,7 +106,7 @@ class Holder:
 
 @dataclass
 class SampleCounts:
-    """What has become of a loader's samples, by rank."""
+    """Counts of a loader's samples, by rank and outcome."""
 
     given: dict[int, int] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
@@ -752,7 +752,7 @@ class LeaseBook:
                     turn.release(client, marks.highest(client))
 
     def reports(self) -> tuple[LeaseReport, ...]:
-        """What became of each loader's samples."""
+        """Counts of each loader's samples."""
         return tuple(
             LeaseReport(
                 name,

@@ -122,13 +122,13 @@ class Membership:
         for shard, entry in sorted(self.servers.items()):
             if entry.lost:
                 raise ParamServeError(
-                    f"a server came to a cluster that has lost the server of shard {shard}, and "
-                    "its values with it: no other one can take its place",
+                    f"a server registered at a cluster that has lost the server of shard {shard}, "
+                    "and its values with it: no other one can take its place",
                     fix="start the whole cluster again",
                 )
         raise ParamServeError(
-            f"one more server came to a cluster of {self.expected_servers}: all its shards have "
-            "their servers",
+            f"one more server registered at a cluster of {self.expected_servers}: all its shards "
+            "have their servers",
             fix="start as many servers as the first one was told, or tell it more (--servers)",
         )
 

@@ -23,7 +23,7 @@ client that only looks, are not needed."""
 class Reads:
     """Per rank, the values of the last reads by their version.
 
-    A worker's next gradient names the version that it was computed from: older copies are let go
+    A worker's next gradient names the version that it was computed from: older copies are released
     then, and their memory is used again.
     """
 

@@ -239,7 +239,7 @@ class Replies:
     def take_snapshot(
         self, state: GroupState, client: int, message: TakeSnapshot, memory: Memory
     ) -> Answer:
-        """Read the oldest kept snapshot past `after`; older ones are let go."""
+        """Read the oldest kept snapshot past `after`; older ones are released."""
         watching = state.watching.get(client)
         if watching is None:
             raise ParamServeError(

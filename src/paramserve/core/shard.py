@@ -1,7 +1,7 @@
 """The shard: the whole server logic as `step(event, now) -> Effects`, with no input or output.
 
 It runs serially and has no locks. `Sessions` says which request is new and who may send one, a
-`GroupMachine` for each group what its steps come to; the server role moves the bytes.
+`GroupMachine` for each group the outcome of its steps; the server role moves the bytes.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ class Shard:
         return True
 
     def _apply(self, decision: Decision) -> None:
-        """The log has come to this entry."""
+        """Apply this entry of the log."""
         group = decision.change.group if isinstance(decision, Switch) else decision.group
         if isinstance(decision, GroupMembership):
             self._members[group] = decision
@@ -668,7 +668,7 @@ class Shard:
             if machine is None:
                 added = self._added_members()
                 machine = self.groups[spec.group] = self._new_group_of(message)
-                # The first group may come to this shard behind this one, and others know of both.
+                # The first group may arrive at this shard behind this one, and others know of both.
                 later = spec.group > 0 and machine.state.collects
                 if added is not None or later:
                     machine.membership.begin(added or {}, self._now)

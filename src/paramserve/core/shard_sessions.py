@@ -274,7 +274,7 @@ class ShardSession:
         return Verdict.FORGOTTEN
 
     def outcome(self, seq: int) -> Done | Refused:
-        """What became of a number; `admit` said REPEATED."""
+        """Outcome of a number for which `admit` returned REPEATED."""
         return self._outcomes[seq]
 
     def keep_outcome(self, answer: Answer) -> None:

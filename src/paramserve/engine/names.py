@@ -1,7 +1,7 @@
 """Names on one machine: what a process publishes for others of the same user.
 
 A name is a file in a folder that only this user can enter. The publisher holds a lock on it, which
-the kernel lets go when the process ends, however it does: a file without the lock is a leftover.
+the kernel releases when the process ends, however it does: a file without the lock is left over.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Lines:
         while len(rest) > LINE_BYTES_MAX:
             lines.append(self._line(rest[:LINE_BYTES_MAX]))
             rest = rest[LINE_BYTES_MAX:]
-        if b"\r" in rest:  # what was drawn over is let go, but for the marks that it is redrawn
+        if b"\r" in rest:  # what was drawn over is discarded, but for the marks that it is redrawn
             rest = b"\r" + _visible(rest) + b"\r" * rest.endswith(b"\r")
         self._rest = rest
         return b"".join(lines)

@@ -268,7 +268,7 @@ class Watching:
                 return
 
     def forget(self) -> None:
-        """Let go of the client, which is closed. Other servers begin with an older version."""
+        """Release the client, which is closed. Other servers begin with an older version."""
         self._reader, self._watches, self._after = None, 0, 0
 
     def take_kept(self) -> Snapshot | None:

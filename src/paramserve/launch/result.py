@@ -98,7 +98,7 @@ class Result:
         table_files: with `ps.Checkpoint(save_tables=)`: each keyed table's file, by its name.
         repeated_samples: of these loaders: samples that some shard has had from two workers,
             because one of them ended.
-        steps: what became of each worker's steps, by group and rank: a sequence of `clock`,
+        steps: outcomes of each worker's steps, by group and rank: a sequence of `clock`,
             `version`, `staleness`, `waited_s` and `dropped`, of at most some 2,000 steps that are
             evenly spaced. Of workers that returned or raised: one that was killed told nothing.
         extra_state: of each group what `get_extra_state` of rank 0's modules gave at the end,

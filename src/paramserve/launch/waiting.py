@@ -16,7 +16,7 @@ class Latch:
     Python runs a signal's handler in the main thread, between two instructions. A signal that comes
     just before that thread blocks, or that another thread receives, does not wake it: so a wait
     looks up every `SIGNAL_S`. And an exception of the handler may leave the lock inside a
-    `threading.Event` taken, for ever: here a lock only wakes those who wait, and whether it is set
+    `threading.Event` taken, for ever: here a lock only wakes waiting threads, and whether it is set
     is told without it.
     """
 

@@ -1,4 +1,4 @@
-"""Shard to client: what became of a request, and what the shard has done so far."""
+"""Shard to client: the outcome of a request, and what the shard has done so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinator, servers and those who ask: how a checkpoint of a run is taken and written.
+"""Messages of checkpoints: how a checkpoint of a run is taken and written.
 
 The coordinator has shard 0 take a whole cut (`BeginCheckpoint`, `CutTaken`), names the checkpoint,
 has every server write its part (`WriteCut`, `CutWritten`), and commits it or gives it up
@@ -78,7 +78,7 @@ class CutWritten(Struct, frozen=True, array_like=True, tag="cut-written"):
 
 
 class CheckpointOver(Struct, frozen=True, array_like=True, tag="checkpoint-over"):
-    """Coordinator to all servers: a checkpoint is committed or given up; let go of the cut."""
+    """Coordinator to all servers: a checkpoint is committed or given up; release the cut."""
 
     checkpoint: int
     cut: int

@@ -243,7 +243,7 @@ class Members(Struct, frozen=True, array_like=True, tag="members"):
 
 
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
-    """A client ends by its own wish, after its last reply."""
+    """A client ends in order, after its last reply."""
 
     call: int
 

@@ -50,7 +50,7 @@ class Leased(Struct, frozen=True, array_like=True, tag="leased"):
     """The positions [start, stop) of an epoch's common order, in batches of `batch` samples.
 
     `lease` 0: none. Then `over` says that there will be none in this turn; else ask again, and
-    `holders` has (rank, samples) of those who are not finished.
+    `holders` has (rank, samples) of ranks that are not finished.
     """
 
     call: int

@@ -119,8 +119,8 @@ class CutAsk(Struct, frozen=True, array_like=True, tag="cut-ask"):
 
     `number` counts the cuts. `owner`: the client that reads it, or 0. `groups`: those whose values
     it has, empty for all; `whole`: with rule states and all else that a shard is rebuilt from.
-    `snapshot`: it is for those who watch the group. `checkpoint`: the number of the one that it is
-    for, or 0; `full`: which is to have all rows of tables. `limit_s`: stop for at most so long.
+    `snapshot`: it is for watchers of the group. `checkpoint`: the number of the one that it is for,
+    or 0; `full`: which is to have all rows of tables. `limit_s`: stop for at most so long.
     """
 
     number: int
@@ -170,7 +170,7 @@ class CutDone(Struct, frozen=True, array_like=True, tag="cut-done"):
 
 
 class CutOver(Struct, frozen=True, array_like=True, tag="cut-over"):
-    """A cut is complete, or was given up: then each shard lets go of its part. `torn`: clients that
+    """A cut is complete, or was given up: then each shard releases its part. `torn`: clients that
     ended, or stood still, while they were sending, so that the shards have them up to different
     numbers. `version`: of a snapshot, the group's on shard 0. `over`: clients whose sessions have
     ended on every shard: they are remembered no longer. `checkpoint`: that the cut is for, or 0:

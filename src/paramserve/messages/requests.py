@@ -223,7 +223,7 @@ class TakeCut(Struct, frozen=True, array_like=True, tag="take-cut"):
 
 
 class DropCut(Struct, frozen=True, array_like=True, tag="drop-cut"):
-    """Let go of a cut."""
+    """Release a cut."""
 
     seq: int
     cut: int
@@ -348,7 +348,7 @@ class AskReport(Struct, frozen=True, array_like=True, tag="ask-report"):
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
-    """The client ends by its own wish; its session is forgotten.
+    """The client ends in order; its session is forgotten.
 
     `answered`: whether all shards have answered all that it has sent: they have the same of it.
     """

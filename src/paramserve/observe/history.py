@@ -1,4 +1,4 @@
-"""What became of a worker's steps: the last one, and some of all for the run's result."""
+"""Outcomes of a worker's steps: the last one, and some of all for the run's result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEPT_MAX = 2048
 
 
 class StepRecord(NamedTuple):
-    """What became of one step of a worker on one group.
+    """Outcome of one step of a worker on one group.
 
     Attributes:
         clock: steps that the worker had ended on the group by then, with this one.
@@ -48,7 +48,7 @@ class History:
     one is dropped, and then only every second, fourth, ... one is kept. The last is always there.
 
     Attributes:
-        last: what became of the last step; None: there was none.
+        last: outcome of the last step; None: there was none.
     """
 
     def __init__(self) -> None:

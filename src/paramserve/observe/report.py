@@ -197,7 +197,7 @@ class _Thinned:
         self._size *= 2
 
     def points(self) -> list[_Point]:
-        """Points with the last one, which says where the curve has come to."""
+        """Points with the last one, which is the curve's present end."""
         points = [point for bucket in self._buckets for point in bucket.points()]
         if self._last is not None and (not points or points[-1] != self._last):
             points.append(self._last)

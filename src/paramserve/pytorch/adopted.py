@@ -115,7 +115,7 @@ class Adopted(ABC, Generic[B]):
         self._grouped: list[list[Tensor]] = []
         """The lists of parameters as the parts' groups were found from them."""
         self.history = History()
-        """What became of its steps."""
+        """Outcomes of its steps."""
         self._in_flight: list[Ticket] = []
         """Tickets of steps whose answers are not in the model yet, oldest first. What an interrupt
         or a timeout has left here is forgotten with the next step: its slots go back then."""
@@ -402,7 +402,7 @@ class Adopted(ABC, Generic[B]):
         if missing := list(names):
             some = ", ".join(map(repr, missing[:3])) + (", ..." if len(missing) > 3 else "")
             warn_user(
-                f"rank {self._worker.rank} came to a run whose optimizer {self.group!r} has "
+                f"rank {self._worker.rank} joined a run whose optimizer {self.group!r} has "
                 f"trained {some} ({len(missing)} in all), and does not train it: it sends no "
                 "gradients for it, and if it has not given it to the optimizer, its model keeps "
                 "the values of now. That is right where all ranks have stopped training it. Else "
@@ -714,7 +714,7 @@ class Adopted(ABC, Generic[B]):
             del self._in_flight[0]
 
     def _take_oldest(self) -> None:
-        """Wait for the answer to the oldest step under way, remember what became of it, and install
+        """Wait for the answer to the oldest step under way, remember its outcome, and install
         its values."""
         ticket, *after = self._in_flight
         began = perf_counter()

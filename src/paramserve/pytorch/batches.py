@@ -243,7 +243,7 @@ def ahead(
 
     All rows of a batch are asked for in one message to each shard, before the present batch is
     pushed: they are one step older, and not even this worker's last push is in them. Those that
-    no pull has read when the batch after theirs is asked for, or at the end, are let go. One pair
+    no pull has read when the batch after theirs is asked for, or at the end, are released. One pair
     serves one pull: a module that is called twice needs two.
 
     A forward pass pulls anew, and nothing is gained, where steps have ended more than one clock on

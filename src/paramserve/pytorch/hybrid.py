@@ -157,7 +157,7 @@ class Hybrid(Adopted[AdoptedBlock]):
         return rows
 
     def _push(self, pushes: list[TablePush]) -> None:
-        """Send the rows, and raise what became of the push before: these rows are sent all the
+        """Send the rows, and raise the error of the push before: these rows are sent all the
         same, for the dense layers have made this step."""
         weight = self._weight()
         try:

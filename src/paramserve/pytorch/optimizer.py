@@ -53,7 +53,7 @@ class AdoptedOptimizer(Optimizer):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What became of this worker's last step: version, staleness, seconds waited, and whether
+        """Outcome of this worker's last step: version, staleness, seconds waited, and whether
         its gradient was dropped. Asks no server. With `overlap=True` of the last one that was
         answered, with own steps of the last exchange; None: there was none yet."""
         return self._adopted.history.last

@@ -276,7 +276,7 @@ def _late(client: Client, limit_s: float) -> Timeout:
 
 def _store_of(client: Client, host: str, limit: timedelta) -> TCPStore:
     """The store of rank 0: that of its last call, if the others did not come in time. They may have
-    read its card since, and come to it."""
+    read its card since, and connect to it."""
     store = _opened.get(client)
     if store is None:
         store = _opened[client] = _open_store(host, client.connection.workers, limit)

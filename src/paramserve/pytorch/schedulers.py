@@ -1,7 +1,7 @@
 """Learning rate schedulers that a training function has named: their state, and how far they are.
 
 Torch's schedulers tell their position (`last_epoch`), and all but those that want a metric can be
-stepped to one. What one tells with a step of the optimizer (`Progress`), `replay` brings back.
+stepped to one. What one tells with a step of the optimizer (`Progress`), `replay` restores.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def check_schedulers(optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
         if not isinstance(each, LRScheduler):
             raise TypeError(
                 f"schedulers are of torch.optim.lr_scheduler, and this is a {type(each).__name__}. "
-                'To fix: worker.track("name", ...) brings back what has a state_dict'
+                'To fix: worker.track("name", ...) restores what has a state_dict'
             )
         if getattr(each, "optimizer", optimizer) is not optimizer:
             raise ValueError(

@@ -17,7 +17,7 @@ from paramserve.pytorch.adopted import Adopted
 
 
 def track_scheduler(name: str, thing: Any) -> bool:
-    """Bring a scheduler back with its optimizer's steps; whether it is one.
+    """Restore a scheduler with its optimizer's steps; False: the object is none.
 
     Raises:
         ValueError: no worker has adopted its optimizer.
@@ -38,7 +38,7 @@ def track_scheduler(name: str, thing: Any) -> bool:
 
 
 def name_schedulers(adopted: Adopted[Any], schedulers: Sequence[LRScheduler]) -> None:
-    """Bring back the schedulers that an optimizer was given with."""
+    """Restore the schedulers that an optimizer was given with."""
     for index, each in enumerate(schedulers):
         adopted.name_scheduler(f"schedulers[{index}]", each)
 

@@ -71,7 +71,7 @@ class Report:
         samples: the same as metrics; counters never fall, also where servers were started again.
         records: what workers have logged by `worker.log` since the reporter's last report.
         last: no other report will come.
-        steps: what became of each worker's steps, as `Result.steps`; empty but in the last report
+        steps: outcomes of each worker's steps, as `Result.steps`; empty but in the last report
             of a run.
     """
 

@@ -66,7 +66,7 @@ class Feed:
 
         Args:
             ends: whether the last report is of its end; else it is when `close` is called.
-            steps: what became of each worker's steps, for the last report.
+            steps: outcomes of each worker's steps, for the last report.
         """
         for line in self._lines:
             line.start(reported, ends, steps)

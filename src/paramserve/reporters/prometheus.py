@@ -35,7 +35,7 @@ POLL_S = 0.25
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: anybody who reaches the port would fill the log."""
+        """Log nothing: any client that reaches the port would fill the log."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
@@ -100,8 +100,8 @@ class Prometheus(Reporter):
 
     A scrape reads what was last reported, up to a second ago: it asks no server and no worker.
     There are at most 16 connections at a time, of 5 s each; the next one ends the oldest.
-    Anybody who reaches the port can read the metrics: they hold names of groups and of what workers
-    log, and no secret.
+    Any client that reaches the port can read the metrics: they hold names of groups and of what
+    workers log, and no secret.
 
     Example:
         ps.run(train, report_to=[ps.Prometheus(port=9464)])

@@ -38,7 +38,7 @@ class WandB(Reporter):
         options: of `wandb.init`, as project=, name=, mode="offline".
     Raises:
         ParamServeError: of `ps.run`, before anything is started: wandb is missing. What
-            `wandb.init` raises, as where nobody is logged in.
+            `wandb.init` raises, as where no user is logged in.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -82,7 +82,7 @@ class PartWriter:
         self._writing: _Writing | None = None
         self._closed = False
         self._last_report: CutWritten | None = None
-        """What became of the last one."""
+        """Outcome of the last one."""
 
     def prepare(self, notice: BeginCheckpoint) -> None:
         """Have the memory of copies; then, on shard 0, take the cut."""
@@ -112,7 +112,7 @@ class PartWriter:
             self._cut(notice)
 
     def write(self, notice: WriteCut) -> None:
-        """Write this server's part; or say again what became of it."""
+        """Write this server's part; or report its outcome again."""
         last_report, writing = self._last_report, self._writing
         if last_report is not None and last_report.checkpoint == notice.checkpoint:
             self._report(last_report)

@@ -58,7 +58,7 @@ class PreparedMemory(CutMemory):
             self._ready.setdefault(each.size, []).append(each)
 
     def give_back(self) -> None:
-        """Let go of what was not used."""
+        """Release what was not used."""
         self._ready.clear()
 
     def copy(self, array: Array) -> Array:

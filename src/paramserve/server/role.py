@@ -188,8 +188,8 @@ class ServerRole:
             )
         if hello.cluster != self.config.cluster:
             raise ServerGone(
-                f"a {hello.role} of another cluster came to shard {self.config.shard}: the server "
-                "that it knew at this address has ended",
+                f"a {hello.role} of another cluster connected to shard {self.config.shard}: the "
+                "server that it knew at this address has ended",
                 applied="unknown",
                 fix="start that cluster again; give each cluster a token of its own",
             )

@@ -69,7 +69,7 @@ class Epochs:
 
     Attributes:
         next: number of the next epoch.
-        ended: whether a pass with gradients on has come to its end.
+        ended: whether a pass with gradients on has ended.
         passes: that were begun and count for restarts, with those that were left out.
         stepped: whether steps were made in a pass.
         number: of these loaders among the worker's, in the order of their first passes; -1: none.
@@ -119,7 +119,7 @@ class Course:
         self._rests = 0
         """Rests of the program so far; see `StepsRecord`."""
         self._rests_left = 0
-        """Rests of older incarnations that the program has not come to yet."""
+        """Rests of older incarnations that the program has not reached yet."""
         self._takes_over = False
         """Whether another optimizer is about to take over."""
         self._stepping = ""

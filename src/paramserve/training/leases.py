@@ -361,7 +361,7 @@ class LeasedWork:
         if self._remaining or len(self._pending) > in_own_steps or mark != self._closed:
             self._closed = mark
             message = GiveBack(0, self.name, self._turn, mark or (0, 0))
-            # It is not waited for: an interrupt within a generator that is let go of is lost.
+            # It is not waited for: an interrupt within a generator that is dropped is lost.
             self._gives_back = message, self._control.post(message)
             if not self._gives_back[1]:
                 self._give_back_again()

@@ -42,7 +42,7 @@ class Optimizers:
 
     @property
     def histories(self) -> Mapping[str, History]:
-        """What became of the steps of each, by its name."""
+        """Outcomes of each optimizer's steps, by its name."""
         return MappingProxyType(self._histories)
 
     @property

@@ -123,7 +123,7 @@ def check_proof(token: bytes, server_nonce: bytes, client_nonce: bytes, proof: b
     if not hmac.compare_digest(_proof(token, b"server", server_nonce, client_nonce), proof):
         raise NotAuthenticated(
             "the server does not hold this cluster's token",
-            fix="check the address: another cluster, or a stranger, listens there",
+            fix="check the address: another cluster, or an unknown process, listens there",
         )
 
 

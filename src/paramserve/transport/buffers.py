@@ -76,6 +76,6 @@ class Buffers:
             self._trim()
 
     def _trim(self) -> None:
-        """Let go of those that have been idle longest."""
+        """Release those that have been idle longest."""
         while self.idle_bytes > self._bytes_max:
             self.idle_bytes -= self._idle.pop(0).size

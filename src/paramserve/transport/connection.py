@@ -161,7 +161,7 @@ class StreamConnection:
         self._paused = False
         """Whether nothing is read, because the peer has left too much unread."""
         self._past_limit = 0
-        """Frames that came to the queue since then."""
+        """Frames that were queued since then."""
         self._started = False
         self._closed = False
 

@@ -25,7 +25,7 @@ class Renewed(Generic[T]):
 
     Args:
         what: they are, for the log.
-        paths: of the files; one that is a symbolic link may come to point elsewhere.
+        paths: of the files; one that is a symbolic link may be changed to point elsewhere.
         make: reads them.
         first: what was made of them before; None: it is made now.
         now: a clock, in seconds.

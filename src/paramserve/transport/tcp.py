@@ -74,7 +74,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def plain(host: str) -> str:
-    """A peer's address; one of IPv4 that came to a listener of both kinds is shown as such."""
+    """A peer's address; one of IPv4 at a listener of both kinds is shown as such."""
     return host.removeprefix("::ffff:") if "." in host else host
 
 

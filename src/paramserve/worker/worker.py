@@ -282,7 +282,7 @@ class Worker:
         return default if value is None else plain.load(value)
 
     def track(self, name: str, thing: Any) -> None:
-        """Bring an object back in a worker that is started again and in a run that is resumed:
+        """Restore an object in a worker that is started again and in a run that is resumed:
         anything with `state_dict` and `load_state_dict`, as an average of the weights, a sampler or
         a scheduler. Its state goes to the servers with each step.
 
@@ -497,7 +497,7 @@ class Worker:
         `op="rank0"` that of rank 0 always. Where all others have
         ended, and one of them returned by itself without this call, it is an error. A rank that was
         restarted or added begins its function anew: its calls give what the others got at that
-        point, until it has come to where they are. Restarted in a loop over `range(worker.clock,
+        point, until it has reached theirs. Restarted in a loop over `range(worker.clock,
         n)`, it goes on with those of that step: ask for the clock behind the calls of the setup.
         A rank that is to end gets its own value.
 
@@ -627,7 +627,7 @@ class Worker:
                 that is the adopted optimizer's policy when the iteration begins. Left over batches
                 belong to no step, but own steps of a leased loader are exchanged at its end.
             resume: with static shards, False for a loader that is not stepped with, as for
-                evaluation, if it is iterated before the training loader has come to its place.
+                evaluation, if it is iterated before the training loader has reached its place.
             shards: "static" (None): equal shares. "dynamic": as each rank has the time for; `steps`
                 is the mean over the ranks. "own": the dataset is this rank's part already, as
                 `parts[worker.rank]`: an epoch has as many batches on every rank as the smallest

@@ -195,7 +195,7 @@ def test_lost_connection_without_leave_is_a_death() -> None:
     assert cluster.states() == ["dead", "expected"]
 
 
-def test_lost_connection_of_an_older_incarnation_harms_nobody() -> None:
+def test_lost_connection_of_an_older_incarnation_changes_nothing() -> None:
     cluster = Cluster()
     cluster.join(0)
     cluster.call(DRIVER, MarkDead(1, "worker", 0))
@@ -228,7 +228,7 @@ def test_mark_dead_that_comes_late_spares_the_successor(final: bool) -> None:
     assert cluster.states()[0] == ("dead" if final else "restarting")
 
 
-def test_join_as_one_of_another_number_is_refused_and_tells_nobody() -> None:
+def test_join_as_one_of_another_number_is_refused_and_notifies_no_peer() -> None:
     cluster = Cluster()
     decided = cluster.happen(Called(0, Join(5, 0, 1, workers=3)))
     ((_, failed),) = decided.replies
@@ -360,7 +360,7 @@ def test_enlist_gives_a_free_shard_and_what_the_server_needs_to_know() -> None:
     assert cluster.call(50, Enlist(5)).shard == 1, "the same server asks again"
     refused = cluster.call(51, Enlist(6))
     assert isinstance(refused, Failed)
-    assert "one more server came to a cluster of 2" in refused.failed
+    assert "one more server registered at a cluster of 2" in refused.failed
 
 
 def test_enlist_number_of_a_server_that_ended_before_it_registered_is_free_again() -> None:
@@ -590,7 +590,7 @@ def test_retiring_worker_may_define_and_heartbeat_and_leaves() -> None:
 
 @each_case("restarts", [True, False])
 @each_case("how", ["lost", "silent", "told"])
-def test_retiring_worker_that_dies_is_dead_and_nobody_waits_for_it(
+def test_retiring_worker_that_dies_is_dead_and_no_clock_waits_for_it(
     how: str, restarts: bool
 ) -> None:
     cluster = Cluster(restarts=restarts)

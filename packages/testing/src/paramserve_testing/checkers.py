@@ -73,7 +73,7 @@ def exactly_once(history: History) -> list[str]:
     what another one has applied of a client that has no clock, or does not know of the change: it
     is told that this is not known.
 
-    Of what was deleted, nothing is there that had come to the part before.
+    Of what was deleted, nothing is there that had reached the part before.
     """
     wrong = []
     gone = _Gone(history)
@@ -156,7 +156,7 @@ def sessions_in_order(history: History) -> list[str]:
 
     It also contains nothing that was issued after the answer, and nothing that came later in the
     client's own order; unless it was read again, because an answer was lost: then it may contain
-    what the client had sent by then. What was deleted before it came to the shard is not in it.
+    what the client had sent by then. What was deleted before it reached the shard is not in it.
     """
     wrong = []
     gone = _Gone(history)
@@ -328,7 +328,7 @@ def check(history: History, again: str = "", checkers: tuple[Checker, ...] = ALL
     """Require every invariant.
 
     Args:
-        history: of a run that has come to rest.
+        history: of a run that has ended.
         again: how to repeat the run; stands first in the text.
     Raises:
         Violation: with the first findings of each invariant.

@@ -172,7 +172,7 @@ class SimulatedClient(ClientProcess):
         self.go_on()
 
     def define(self, block: Block, attempt: int, then: Callable[[Operation], None]) -> None:
-        """Bring a block's first values to all shards; `then` is called when all have answered."""
+        """Send a block's first values to all shards; `then` is called when all have answered."""
         slots = self.workload.owner(block.spec).first_values(self, block)
         requests = [
             Define(0, block.spec, attempt, slots[0].arena, offset_of(block, slots[0], shard))

@@ -124,7 +124,7 @@ class Deletion:
 
 
 class Deleted(NamedTuple):
-    """What one deletion has taken out of a part, by writer: pushes that had come to it before, and
+    """What one deletion has taken out of a part, by writer: pushes that had reached it before, and
     those that may have."""
 
     order: int
@@ -141,9 +141,9 @@ class Decided(NamedTuple):
     contributors: tuple[tuple[int, int], ...]
     empty: bool
     waited_s: float = 0.0
-    """Seconds since the first step of this clock came to any shard after the last decision."""
+    """Seconds since the first step of this clock reached any shard after the last decision."""
     late_s: float = 0.0
-    """Seconds since as many steps as the policy asks for had come to every shard."""
+    """Seconds since as many steps as the policy asks for had reached every shard."""
     step_s: float | None = None
     """The median time of a step that the lead went by (`GroupView.step_s`); None: not recorded."""
 
@@ -275,7 +275,7 @@ class History:
         answers: (shard, writer, call) to the shard's first answer.
         updates: of all shards, in order.
         counted: (shard, rank) to (order, whether) of each change: who the shard's clocks speak of.
-        entered: who came to count, in order.
+        entered: ranks that became members, in order.
         switched: every (shard, change of policy) once.
         decided: the synchronous clocks, in order.
         shared: samples that are shared by lease; None: there are none.
@@ -480,7 +480,7 @@ class History:
         return found
 
     def deleted(self, part: Part) -> list[Deleted]:
-        """What was deleted of a part. A push comes to it between its arrival at the shard and the
+        """What was deleted of a part. A push reaches it between its arrival at the shard and the
         answer there; those of one client in the order in which it sends them."""
         found = []
         for each in self.deletions:

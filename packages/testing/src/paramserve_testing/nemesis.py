@@ -197,7 +197,7 @@ def stop(
 
 
 def leave(*, worker: int, clock: int) -> ScriptedFault:
-    """Let a worker end by its own wish after its step of a clock."""
+    """Let a worker end in order after its step of a clock."""
     return _Leave(worker=_rank(worker), clock=_clock(clock))
 
 
@@ -285,7 +285,7 @@ def _positive(name: str, value: float) -> float:
 
 
 class Nemesis:
-    """Brings faults about: those of the script, and those that the seed draws.
+    """Injects faults: those of the script, and those that the seed draws.
 
     Args:
         cluster: whose network, processes and policies it meddles with.

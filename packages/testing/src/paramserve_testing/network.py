@@ -4,7 +4,7 @@ A stream keeps the order of what is sent on it, as a socket does. A frame that i
 by its end a little later, so that the other side may still see what was sent behind the gap.
 
 A way from one place to another can be cut for a while: what streams carry waits there until it is
-mended, as bytes do that a socket sends again.
+restored, as bytes do that a socket sends again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Faults:
             `sluggish_s`.
         change: a client gives the group another policy: one of `Scenario.others`.
         join: the run is to have one worker more.
-        leave: it is to have one worker less; or a worker ends by its own wish.
+        leave: it is to have one worker less; or a worker ends in order.
         stall: a server, or the coordinator, stands still for up to `stall_s`; the coordinator
             sometimes for much longer.
         reset: a server's connection to the coordinator breaks.
@@ -154,7 +154,7 @@ class End(Protocol):
         ...
 
     def lost(self, stream: Stream) -> None:
-        """The stream has ended, by the other side's wish or by a fault."""
+        """The stream has ended, closed by the other side or broken by a fault."""
         ...
 
 
@@ -190,7 +190,7 @@ class Network:
         self._cut: dict[Way, float] = {}
         """End of each way's cut."""
         self._held: dict[Way, list[Callable[[], None]]] = {}
-        """What goes on when the way is mended."""
+        """What goes on when the way is restored."""
         self._slow: dict[Way, tuple[float, float]] = {}
         """Factor, and until when."""
         self._hash = hashlib.blake2b(digest_size=16)
@@ -230,7 +230,7 @@ class Network:
         return way in self._cut
 
     def hold(self, way: Way, action: Callable[[], None]) -> None:
-        """Do something when a way that is cut is mended."""
+        """Do something when a way that is cut is restored."""
         self._held.setdefault(way, []).append(action)
 
     def _mend(self, way: Way) -> None:

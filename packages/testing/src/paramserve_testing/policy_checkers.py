@@ -27,7 +27,7 @@ def clocks_are_decided_in_time(history: History) -> list[str]:
         if each.late_s > history.prompt_s:
             wrong.append(
                 f"clock {each.clock} was decided {each.late_s:.4f} s after all that it needs had "
-                f"come to all shards ({policy!r})"
+                f"reached all shards ({policy!r})"
             )
         elif isinstance(limit_s, float) and each.waited_s > limit_s + history.prompt_s:
             wrong.append(f"clock {each.clock} was decided after {each.waited_s:.4f} s ({policy!r})")

@@ -157,7 +157,7 @@ class PolicySuite:
                 answer = self.policy.on_clock(replace(alone, arrived=(rank,)))
                 assert isinstance(answer, Admit), f"worker {rank} alone has pushed all: {answer}"
 
-    # What becomes of its buffer.
+    # What its buffer is used for.
 
     def test_buffer_is_applied_when_no_worker_is_there(self) -> None:
         for buffered in (1, 2, 50):

@@ -297,7 +297,7 @@ class ClientProcess(ABC):
             self._fiber.wake()
 
     def end(self) -> None:
-        """End by its own wish, after its last reply: goodbye to all."""
+        """End in order, after its last reply: goodbye to all."""
         self.exchange.close()
         self._coordinator.close(NEAR)
         self.finished = True

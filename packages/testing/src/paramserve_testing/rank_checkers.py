@@ -37,7 +37,7 @@ def restarts_keep_the_clocks(history: History) -> list[str]:
     clock that its rank had reached, and no clock goes back.
 
     A policy may do without some: `Sync(backup=...)` without so many, `timeout_s` without all that
-    are late, `LocalSteps(on_nonfinite="skip")` without those that bring NaN.
+    are late, `LocalSteps(on_nonfinite="skip")` without those whose gradients hold NaN.
     """
     wrong = list(history.backwards)
     last: dict[int, int] = {}
@@ -121,7 +121,7 @@ def _done_without(missing: list[int], each: Decided, policy: Policy | None) -> l
 
 
 def _adapted(deadline: Adaptive, step_s: float | None) -> float:
-    """What an adaptive deadline comes to; as little as it may be where the median of then is not
+    """Seconds of an adaptive deadline; as little as it may be where the median of then is not
     recorded, and never where there was none."""
     if step_s is None:
         return deadline.least_s
@@ -195,7 +195,7 @@ def who_counts(history: History) -> list[str]:
     """Workers that are live count, and who comes begins where the others are.
 
     A rank that the cluster began with stops counting on a shard only after it has ended or rests. A
-    rank that comes to count is not behind the slowest, or begins where the shard that decided has
+    rank that becomes a member is not behind the slowest, or begins where the shard that decided has
     let it; one that joins a running cluster begins there exactly, or so.
     """
     wrong = []
@@ -212,7 +212,7 @@ def who_counts(history: History) -> list[str]:
         least = each.slowest if each.told is None else min(each.slowest, each.told)
         if each.clock < least or (each.joins and each.clock > latest):
             wrong.append(
-                f"shard {each.shard}: rank {each.rank} came to count at clock {each.clock}, the "
+                f"shard {each.shard}: rank {each.rank} became a member at clock {each.clock}, the "
                 f"slowest worker was at {each.slowest}"
             )
     return wrong

@@ -219,7 +219,7 @@ class Recorder:
         self._decided_at[group.name] = now
 
     def _due(self, group: str, clock: int, counting: int) -> float | None:
-        """When as many steps as the policy asks for had come to every shard; None: not known."""
+        """When as many steps as the policy asks for had reached every shard; None: not known."""
         scenario = self._cluster.scenario
         policy = scenario.consistency
         whole = counting == scenario.workers  # else a worker has just left, or rests
@@ -248,7 +248,7 @@ class Recorder:
             history.belongs(member.rank, ended)
 
     def finish(self) -> None:
-        """The run has come to rest: what is left, and who has not ended."""
+        """Check a run that has ended: what is left, and who has not ended."""
         cluster, history = self._cluster, self._cluster.history
         for server in cluster.servers:
             for report in server.shard.report():

@@ -68,7 +68,7 @@ class Scenario:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """All that may come to hold."""
+        """All policies that may hold."""
         scripted = (each.policy for each in self.script if isinstance(each, _SetPolicy))
         return (self.consistency, *self.others, *scripted)
 

@@ -70,7 +70,7 @@ CHANGES_MAX = 6
 
 
 class SimulatedCluster:
-    """One run: a phase with faults, then healing, then everyone must come to an end.
+    """One run: a phase with faults, then healing, then every client must end.
 
     Subclass it and set `shard_type` and its neighbours to try other parts; `Scenario.workload` says
     what the clients train.
@@ -215,7 +215,7 @@ class SimulatedCluster:
         return f"{self.replayed_by}({seed})"
 
     def heal(self) -> None:
-        """End all faults; what is broken is mended as clients find out."""
+        """End all faults; clients repair what is broken as they find out."""
         self.network.heal()
         self._slow = {rank: each for rank, each in self._slow.items() if each[1] >= ALWAYS_S}
         self.recorder.healed()
@@ -273,7 +273,7 @@ class SimulatedCluster:
         self.servers[shard].control.stream.cut()
 
     def leave(self, client: SimulatedClient) -> None:
-        """Let a worker end by its own wish, after what it has sent."""
+        """Let a worker end in order, after what it has sent."""
         self.network.note(f"writer {client.writer} is to leave")
         client.left = min(client.left, 0)
 

@@ -226,7 +226,7 @@ class RowsCopy:
             into: memory for them, [n, words]; None: new memory.
         Raises:
             Overloaded: too much has changed before it was read, or there was no memory.
-            UnknownName: the cut was let go.
+            UnknownName: the cut was released.
         """
         keys, places = self.keys_of(rows), self._place[rows]
         raw = into
@@ -249,7 +249,7 @@ class RowsCopy:
                 fix="take another one when fewer rows change, or use more servers",
             )
         if self._store is None:
-            raise UnknownName("the cut was let go", fix="take another one")
+            raise UnknownName("the cut was released", fix="take another one")
         return self._store
 
     def close(self) -> None:
