@@ -1,4 +1,4 @@
-"""What does a policy cost where nobody has to wait, and does a server mind how many workers it has?
+"""What does a policy cost where no worker has to wait, and does the number of workers matter?
 
 Each policy is compared with `Async()` in the same processes, in turn.
 """

@@ -24,11 +24,11 @@ from paramserve.messages import BlockSpec, Define, Gradient, Piece, ReadTarget, 
 from paramserve.rules.registry import spec as rule_spec
 
 FAR = 1_000_000
-"""A bound that nobody comes near: nobody has to wait, and nothing is dropped."""
+"""A bound that no worker comes near: none has to wait, and nothing is dropped."""
 RULE = ps.SGD(lr=1e-6, momentum=0.9)
 """Of all groups alike: with momentum, so that lowering it costs what it costs."""
 
-NOBODY_WAITS: Mapping[str, Any] = MappingProxyType(
+NO_WAITS: Mapping[str, Any] = MappingProxyType(
     {
         "Async()": ps.Async(),
         "Async(damping=Inverse)": ps.Async(damping=ps.Inverse(0.1)),
@@ -48,7 +48,7 @@ ALONE: Mapping[str, Any] = MappingProxyType(
         "LocalSteps": ps.LocalSteps(every=1, outer=RULE),
     }
 )
-"""Those under which a single worker has nobody to wait for."""
+"""Those under which a single worker has no other to wait for."""
 BASE = "Async()"
 START_S = 180.0
 """64 processes that import numba take a while on two cores."""
@@ -93,7 +93,7 @@ def alone(load: Policies, scratch: Path) -> dict[str, float]:
 
 
 def _alone_worker(worker: ps.Worker, load: Policies) -> dict[str, float]:
-    calls = _calls(worker, load, {**NOBODY_WAITS, **ALONE})
+    calls = _calls(worker, load, {**NO_WAITS, **ALONE})
     prepared = {name: call.fill for name, call in calls.items()}
     return medians(calls, load.calls, before=prepared, block=load.block)
 
@@ -120,14 +120,14 @@ def together(load: Policies, scratch: Path) -> dict[str, float]:
     )
     figures = {}
     count = load.workers * load.round_calls
-    for name in NOBODY_WAITS:
+    for name in NO_WAITS:
         by_round = zip(*(found[name] for found in result.returns.values()), strict=True)
         figures[name] = float(np.median([per_second(spans, count) for spans in by_round]))
     return figures
 
 
 def _together_worker(worker: ps.Worker, load: Policies, scratch: Path) -> dict[str, list[Span]]:
-    calls, gate = _calls(worker, load, NOBODY_WAITS), Gate(scratch, load.workers)
+    calls, gate = _calls(worker, load, NO_WAITS), Gate(scratch, load.workers)
     found: dict[str, list[Span]] = {name: [] for name in calls}
     for number in range(-1, load.rounds):  # the first round is not counted
         for place, (name, call) in enumerate(calls.items()):
@@ -144,7 +144,7 @@ def _together_worker(worker: ps.Worker, load: Policies, scratch: Path) -> dict[s
 
 
 class QuietGate(Gate):
-    """For many who wait long: it looks seldom, so that those who are still starting get on."""
+    """For many that wait long: it looks seldom, so that workers that still start get on."""
 
     def meet(self, name: str) -> None:
         place = self._folder / name
@@ -174,7 +174,7 @@ def crowd(load: Policies, scratch: Path) -> dict[str, float]:
 
 
 def _sleeper(worker: ps.Worker, load: Policies, scratch: Path) -> float:
-    """Of rank 0: the server's time for a push. Nobody pulls between the two readings of it."""
+    """Of rank 0: the server's time for a push. No worker pulls between the two readings of it."""
     client, count = worker.client, worker.workers
     client.define("w", np.zeros(load.size, np.float32), rule=RULE)
     call, gate = OneClock(client, "w"), QuietGate(scratch, count)

@@ -208,7 +208,7 @@ def drive_pushes(load: TableLoad, target: Target, dense: bool = False) -> dict[s
 
 
 class Ballast:
-    """Memory that this machine has already, given back bit by bit to whoever asks the system next.
+    """Memory that this machine has already, given back bit by bit to the process that asks next.
 
     A virtual machine gets a page from its host when it is first touched, and may return it seconds
     after it is free (page reporting): 32 MB took 100 to 200 ms here, and 4 ms once the machine had

@@ -204,7 +204,7 @@ class Gate:
         """Return when all parties have called this with the same name.
 
         Raises:
-            TimeoutError: somebody did not come.
+            TimeoutError: a process did not arrive.
         """
         place = self._folder / name
         place.mkdir(exist_ok=True)
@@ -356,7 +356,7 @@ def batches(load: Mnist, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
 class Trainer:
     """One worker's model whose values and gradients are each one flat tensor.
 
-    That is the cheapest form for whoever moves them as one message: no gathering, no scattering.
+    That is the cheapest form where they are moved as one message: no gathering, no scattering.
     """
 
     def __init__(self, load: Mnist, rank: int) -> None:

@@ -70,7 +70,7 @@ class Files(NamedTuple):
 
 
 Source = Callable[[Sequence[Part], Path], None]
-"""Brings the missing parts into a folder; raises one of `FAILURES` if it cannot."""
+"""Downloads the missing parts into a folder; raises one of `FAILURES` if it cannot."""
 
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, http.client.HTTPException)
 """What reading a file, a download or an archive raises when it is cut off, damaged or missing."""

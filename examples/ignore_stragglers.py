@@ -1,4 +1,4 @@
-"""A policy of a few lines: nobody waits for a straggler, and what it brings is not used.
+"""A policy of a few lines: no worker waits for a straggler, and its gradient is not used.
 
 Three workers fit a linear model for some seconds. The last one needs much longer for each step.
 Under Sync all go at its pace; under the policy below the other two go on at their own.
@@ -59,7 +59,7 @@ def train(worker: ps.Worker, seconds: float, pauses_s: Sequence[float]) -> int:
 
 
 def show(policy: ps.Policy, options: argparse.Namespace) -> None:
-    """Train under a policy, and print what came of it."""
+    """Train under a policy, and print the result."""
     result = ps.run(
         train,
         args=(options.seconds, (options.pause_s, options.pause_s, options.straggle_s)),

@@ -160,7 +160,7 @@ def learn(options: argparse.Namespace, console: Console) -> tuple[float, float]:
             f"perplexity {reached:7,.1f}  (unigram model {base:,.1f})"
         )
     state = job.wait().state_dict()
-    torch.set_num_threads(os.cpu_count() or 1)  # nobody else computes any more
+    torch.set_num_threads(os.cpu_count() or 1)  # no worker computes any more
     return perplexity(state, sizes, inputs, targets), unigram(text, targets)
 
 

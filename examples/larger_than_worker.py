@@ -42,7 +42,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Outcome(NamedTuple):
-    """Of a worker: what it had of its limit, and what has become of the table."""
+    """Of a worker: what it had of its limit, and the state of the table."""
 
     peak_mb: float
     table_mb: float

@@ -3,7 +3,7 @@
 Two models. `--model mf` is matrix factorisation: a row for each user and each film, and nothing
 else. `--model dlrm` is a recommender as they are built today: rows for five fields in one table, a
 tower of linear layers for the dense traits, their dot products, and a tower over these. Rows and
-dense layers travel in one message to each server. Nobody makes a vocabulary: keys are hashes.
+dense layers travel in one message to each server. No vocabulary is made: keys are hashes.
 
     python examples/movielens.py --model mf --serial
     python examples/movielens.py --model dlrm --batch-size 4096 --workers 2 --serial

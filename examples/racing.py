@@ -145,7 +145,7 @@ def test_set(folder: Path) -> list[torch.Tensor]:
 
 def _mapped(folder: Path, part: str) -> list[torch.Tensor]:
     paths = (folder / f"{part}-{kind}.npy" for kind in ("images", "labels"))
-    # "c": torch wants arrays that could be written to; nobody does.
+    # "c": torch wants arrays that could be written to; none is.
     return [torch.from_numpy(np.load(path, mmap_mode="c")) for path in paths]
 
 
@@ -199,7 +199,7 @@ def _meet(folder: Path, worker: ps.Worker) -> None:
     """Return when all workers have called this. A policy may not wait for anybody, so files do.
 
     Raises:
-        TimeoutError: somebody did not come.
+        TimeoutError: a process did not arrive.
     """
     (folder / str(worker.rank)).touch()
     until = time.monotonic() + MEET_S

@@ -149,7 +149,7 @@ def train(worker: ps.Worker, split: Split, options: argparse.Namespace) -> None:
         worker.log(loss=loss)
 
 
-# --- what comes of it ----------------------------------------------------------------------------
+# --- result --------------------------------------------------------------------------------------
 
 
 class Figures(NamedTuple):

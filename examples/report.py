@@ -110,7 +110,7 @@ HUES = {
     "own pace": "#7a7a7a",
     "elastic": "#9a9a9a",
 }
-"""Blue waits for a clock, orange for nobody; the bars' colours are the lines'."""
+"""Blue waits for a clock, orange for no worker; the bars' colours are the lines'."""
 TITLES = {
     "even": "{} workers that are alike",
     "persistent": "{} workers, one of them always slow",

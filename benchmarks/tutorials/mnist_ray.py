@@ -1,7 +1,7 @@
 """MNIST with plain Ray actors: a server actor holds the model, the driver moves the gradients.
 
 Synchronously the server applies the gradients of all workers together; asynchronously it applies
-each one as `ray.wait` brings it.
+each one as `ray.wait` returns it.
 
     python -m benchmarks.tutorials.mnist_ray --data digits
 """

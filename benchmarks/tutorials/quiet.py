@@ -1,4 +1,4 @@
-"""Ray and RPC as these programs start them: alone on this machine, asking nobody outside."""
+"""Ray and RPC as these programs start them: alone on this machine, asking no other host."""
 
 from __future__ import annotations
 

@@ -83,10 +83,10 @@ def test_push_pull_tiny_prints_its_table(capsys: pytest.CaptureFixture[str]) -> 
 def test_bench_policies_tiny_measures_every_policy_beside_async(tmp_path: Path) -> None:
     rows = rows_of(bench_policies, tmp_path)
     calls = [row for row in rows if "push_pull" in row["workload"]]
-    both = [*ours_policies.NOBODY_WAITS, *ours_policies.ALONE]
+    both = [*ours_policies.NO_WAITS, *ours_policies.ALONE]
     assert [row["workload"].rpartition(", ")[2] for row in calls] == [
         *both,
-        *ours_policies.NOBODY_WAITS,
+        *ours_policies.NO_WAITS,
     ]
     assert all(set(row["medians"]) == {"ours", "base"} for row in calls)
     assert all(value > 0 for row in rows for value in row["medians"].values())

@@ -31,7 +31,7 @@ class Authority:
         check_host: bool = True,
         not_after: datetime | None = None,
     ) -> TLS:
-        """A new certificate for these hosts, for one who trusts an authority (this one)."""
+        """A new certificate for these hosts, for a peer that trusts an authority (this one)."""
         self._issued += 1
         certificate = self._directory / f"cert{self._issued}.pem"
         key = self._directory / f"key{self._issued}.pem"

@@ -289,7 +289,7 @@ class RoleCluster:
         self.on_server(end)
 
     def stop(self, shard: int = 0) -> None:
-        """End a server as if its process had died: sockets close, nobody listens any more."""
+        """End a server as if its process had died: sockets close, and it listens no more."""
         self.on_server(self.servers[shard].stop)
 
     def mark_dead(self, rank: int) -> None:

@@ -317,7 +317,7 @@ def test_gradient_stays_the_callers_until_its_own_push(cluster: RoleCluster) -> 
     client.push("a", a)
     client.pull("b")
     client.gradient("a")[:] = 3.0
-    client.pull(["a", "b"])  # these two would take the slot, had the first push let go of it
+    client.pull(["a", "b"])  # these two would take the slot, had the first push released it
     client.push("b", b)
     assert (client.pull("a") == 1.0).all()
     assert (client.pull("b") == 2.0).all()

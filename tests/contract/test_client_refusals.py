@@ -320,7 +320,7 @@ def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
     for each in (client, other):
         assert each.push("w", np.ones(60_000)).result().version > 0
     for shard in range(2):
-        cluster.cut(client, shard)  # the next connection brings the arenas that there are
+        cluster.cut(client, shard)  # the next connection passes the arenas that there are
     client.push("w", np.ones(60_000)).result()
     assert (other.pull("w") == 3.0).all()
     client.drain()

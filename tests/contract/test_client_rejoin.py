@@ -34,14 +34,14 @@ class Pair:
 
     def __init__(self, cluster: RoleCluster) -> None:
         self.cluster = cluster
-        self.first, self.mortal = cluster.client(0), cluster.client(1)
-        for client in (self.first, self.mortal):
+        self.first, self.second = cluster.client(0), cluster.client(1)
+        for client in (self.first, self.second):
             client.define("w", np.zeros(LARGE), rule=Add())
 
     def dies(self) -> None:
         """As if its process had ended: the coordinator loses it without a word. What it has left to
-        say to the shards is a ghost's."""
-        self.mortal.connection.control.close()
+        say to the shards is refused as an older incarnation's."""
+        self.second.connection.control.close()
         wait_until(lambda: self.states(1) == {"restarting"})
 
     def comes_again(self) -> Client:
@@ -114,11 +114,11 @@ def test_sync_every_clock_has_each_rank_once(
     """The worker dies when its second step has reached none, one or all of the shards."""
     reached = min(reached, shards)
     pair = make_pair(Sync(reduce="sum"))
-    tickets = [step(pair.first), step(pair.mortal)]
+    tickets = [step(pair.first), step(pair.second)]
     for ticket in tickets:
         ticket.result()
-    reach(pair.mortal, reached, monkeypatch)
-    step(pair.mortal)
+    reach(pair.second, reached, monkeypatch)
+    step(pair.second)
     wait_until(lambda: pair.cluster.held(1) == reached)
     pair.dies()
     new = pair.comes_again()
@@ -143,7 +143,7 @@ def test_sync_new_worker_reads_only_after_the_clock_that_has_its_predecessor(
     make_pair: MakePair, shards: int
 ) -> None:
     pair = make_pair(Sync(reduce="sum"))
-    step(pair.mortal)
+    step(pair.second)
     wait_until(lambda: pair.cluster.held(1) == shards)
     pair.dies()
     new = pair.comes_again()
@@ -159,26 +159,26 @@ def test_sync_a_second_death_before_the_first_step_is_waited_for_too(
 ) -> None:
     pair = make_pair(Sync(reduce="sum"))
     for last in (False, False, True):
-        reach(pair.mortal, 2 if last else 1, monkeypatch)
-        if pair.mortal.clock() == 0:
-            step(pair.mortal)
+        reach(pair.second, 2 if last else 1, monkeypatch)
+        if pair.second.clock() == 0:
+            step(pair.second)
         wait_until(lambda: pair.cluster.held(1) >= 1)
         if not last:
             pair.dies()
-            pair.mortal = pair.comes_again()
-    assert pair.mortal.connection.incarnation == 3
+            pair.second = pair.comes_again()
+    assert pair.second.connection.incarnation == 3
     step(pair.first).result()
     assert (pair.values() == every(1)).all()
 
 
-def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
+def test_async_no_worker_waits_and_what_one_shard_lacked_is_repeated(
     make_pair: MakePair, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(Async())
-    for client in (pair.mortal, pair.mortal):
+    for client in (pair.second, pair.second):
         step(client).result()
-    reach(pair.mortal, 1, monkeypatch)
-    step(pair.mortal)
+    reach(pair.second, 1, monkeypatch)
+    step(pair.second)
     wait_until(lambda: pair.clocks(1)[0] == 3)
     pair.dies()
     for _ in range(STEPS):
@@ -195,24 +195,24 @@ def test_async_nobody_waits_and_what_one_shard_lacked_is_repeated(
 
 
 @each_case("policy", [Sync(reduce="sum"), Async()], ids=["sync", "async"])
-def test_ghost_is_refused_before_and_after_the_new_worker_comes(
+def test_older_incarnation_is_refused_before_and_after_the_new_one_joins(
     make_pair: MakePair, policy: Policy
 ) -> None:
     pair = make_pair(policy)
-    ghost = pair.mortal
+    older = pair.second
     pair.dies()
     with pytest.raises(WorkerFenced, match=r"worker 1 \(incarnation 1\) is restarting.*no"):
-        step_of_a_ghost(ghost).result()
+        step_of_an_older_incarnation(older).result()
     new = pair.comes_again()
     with pytest.raises(WorkerFenced, match=r"which knows incarnation 2.*Applied: no"):
-        step_of_a_ghost(ghost).result()
+        step_of_an_older_incarnation(older).result()
     tickets = [step(pair.first), step(new)]
     for ticket in tickets:
         ticket.result()
     assert (pair.values() == every(1)).all()
 
 
-def step_of_a_ghost(client: Client) -> Ticket:
+def step_of_an_older_incarnation(client: Client) -> Ticket:
     """By what it knows already: it cannot ask the coordinator any more."""
     (block,) = client.connection.exchange.blocks.values()
     slot = client.dense.gradient_slot(block)
@@ -222,13 +222,13 @@ def step_of_a_ghost(client: Client) -> Ticket:
 
 def test_rank_of_a_living_worker_is_taken(make_pair: MakePair) -> None:
     pair = make_pair(Async())
-    client = pair.mortal.connection.id
+    client = pair.second.connection.id
     text = rf"rank 1 is taken by a live worker \(client {client}, incarnation 1\), heard"
     with pytest.raises(RankTaken, match=text):
         pair.comes_again()
     with pytest.raises(ParamServeError, match=r"more ranks than workers.*2 workers"):
         pair.cluster.client(2)
-    step(pair.mortal).result()
+    step(pair.second).result()
 
 
 def test_sync_goes_on_without_a_worker_that_does_not_come_in_time(make_pair: MakePair) -> None:
@@ -268,7 +268,7 @@ def test_worker_gives_signs_of_life_while_it_asks_where_to_go_on(
     pair = make_pair(Async())
     pair.dies()
     reports, notify = Exchange.reports, ControlLink.notify
-    old = {pair.first.connection.control, pair.mortal.connection.control}
+    old = {pair.first.connection.control, pair.second.connection.control}
     sent: list[bool] = []
 
     def noted(control: ControlLink, message: CoordinatorNotice, *, waits: bool = True) -> bool:
@@ -326,8 +326,8 @@ def test_rank_that_comes_back_behind_the_others_is_told_what_it_leaves_out(
     make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make_cluster("unix", servers=2, workers=2, policy=Async())
-    first, mortal = cluster.client(0), cluster.client(1)
-    for client, steps in ((first, 2), (mortal, 3)):
+    first, second = cluster.client(0), cluster.client(1)
+    for client, steps in ((first, 2), (second, 3)):
         client.define("w", np.zeros(8), rule=Add())
         for _ in range(steps):
             client.push("w", np.ones(8), weight=None).result()
@@ -343,7 +343,7 @@ def test_rank_that_comes_back_behind_the_others_is_told_what_it_leaves_out(
             )
         )
 
-    dies(mortal)
+    dies(second)
     with warnings.catch_warnings(action="error"):  # the slowest of the others is behind it
         back = handle.connect(1)
     assert back.clock == 2

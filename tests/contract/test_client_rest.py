@@ -1,4 +1,4 @@
-"""A worker that rests in a group and reads from it: reading is no step, so nobody waits for it."""
+"""A worker that rests in a group and reads from it: reading is no step, and no clock waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that is started again where nobody waits for its rank: it rested, or had not begun.
+"""A worker that is started again where no clock waits for its rank: it rested, or had not begun.
 
 In plain Sync it enters as one that joins late does: no gradient of it is left out.
 """
@@ -101,10 +101,10 @@ def each_step_counts(cluster: RoleCluster, first: Client, before: int) -> None:
 
 def test_worker_restarted_after_its_rank_rested_has_every_gradient_applied(make: Make) -> None:
     cluster = make(2)
-    first, mortal = (define(cluster.client(rank)) for rank in range(2))
-    mortal.rest()
+    first, second = (define(cluster.client(rank)) for rank in range(2))
+    second.rest()
     step(first)
-    dies(cluster, mortal)
+    dies(cluster, second)
     each_step_counts(cluster, first, 1)
 
 
@@ -124,8 +124,8 @@ def test_rank_that_counted_as_dead_comes_back_while_a_clock_is_decided_without_i
 ) -> None:
     """Its first step is for the clock after that one, and not left out."""
     cluster = make_cluster(servers=2, workers=2, policy=Sync(reduce="sum"))
-    first, mortal = (define(cluster.client(rank)) for rank in range(2))
-    mortal.connection.control.close()
+    first, second = (define(cluster.client(rank)) for rank in range(2))
+    second.connection.control.close()
     shards = [server.role.shard for server in cluster.servers]
     wait_until(lambda: {shard.sessions.members[1].state for shard in shards} == {"dead"})
     on_the_way = [HoldsBack(server.role._peers.send) for server in cluster.servers]

@@ -172,7 +172,7 @@ def test_snapshots_are_kept_from_watch_on(cluster: RoleCluster) -> None:
 
 
 def soon(reader: Client, writer: Client, *, after: int) -> GroupSnapshot:
-    """The next snapshot; where no cut has brought one in time, one more push asks for another."""
+    """The next snapshot; where no cut has made one in time, one more push asks for another."""
     for _ in range(20):
         found = Snapshots(reader).take("default", after)
         if found is not None:

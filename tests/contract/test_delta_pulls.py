@@ -524,7 +524,7 @@ def test_what_deltas_do_to_the_bytes_is_told(make_cluster: MakeCluster) -> None:
     assert in_words("w", [block], local=False) == wanted
 
 
-def test_own_steps_that_wait_for_nobody_follow_the_deltas(make_cluster: MakeCluster) -> None:
+def test_own_steps_without_waiting_follow_the_deltas(make_cluster: MakeCluster) -> None:
     pytest.importorskip("torch")
     policy = ps.AsyncLocalSteps(3, ps.SGD(lr=1.0), pull=Delta(Int4()))
     learners = Learners(make_cluster("tcp", servers=2, workers=3, policy=policy), 3)

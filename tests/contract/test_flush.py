@@ -187,7 +187,7 @@ def test_checkpoint_does_without_the_flush_of_a_worker_that_stands_still_and_say
 
 
 @each_case("codec", [None, Int8(feedback=False)], ids=["none", "no feedback"])
-def test_checkpoint_without_feedback_waits_for_no_step_and_nobody_is_told(
+def test_checkpoint_without_feedback_waits_for_no_step_and_asks_no_client(
     make_cluster: MakeCluster, tmp_path: Path, codec: Codec | None
 ) -> None:
     cluster = begins(make_cluster, tmp_path, workers=1)

@@ -106,7 +106,7 @@ def test_outer_momentum_of_another_number_of_workers_is_told_once(
     assert capsys.readouterr().err.count(text) == told
 
 
-def test_worker_of_async_local_steps_waits_for_nobody(make_cluster: MakeCluster) -> None:
+def test_worker_of_async_local_steps_waits_for_no_other(make_cluster: MakeCluster) -> None:
     policy = ps.AsyncLocalSteps(2, ps.SGD(lr=1.0), drop_after=1)
     cluster = make_cluster(workers=2, policy=policy)
     learners = [Learner(Worker(cluster.client(rank=rank), seed=1)) for rank in range(2)]

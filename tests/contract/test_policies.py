@@ -274,7 +274,7 @@ def test_worker_that_comes_too_late_is_told_and_goes_on_with_the_others(make: Ma
     assert (fast.steps.missed, value(cluster)) == (0, 13.0)
 
 
-def test_worker_that_rests_holds_up_nobody_and_comes_back(make: MakeCluster) -> None:
+def test_worker_that_rests_holds_up_no_other_and_comes_back(make: MakeCluster) -> None:
     cluster = make(Sync(reduce="sum"), workers=2)
     first, second = team(cluster)
     tickets = [ended(first), ended(second)]
@@ -292,7 +292,7 @@ def test_worker_that_rests_holds_up_nobody_and_comes_back(make: MakeCluster) -> 
         second.rest("x")
 
 
-def test_rest_raises_what_was_refused_before_and_nobody_rests(make: MakeCluster) -> None:
+def test_rest_raises_what_was_refused_before_and_no_rank_rests(make: MakeCluster) -> None:
     client = make(workers=1, registers=[Fails]).client(0)
     client.define("w", np.zeros(SIZE), rule=Fails())
     client.push("w", ones())
@@ -437,7 +437,7 @@ def test_change_takes_effect_at_one_clock_on_all_shards(make: MakeCluster) -> No
     assert not first.steps.terms().collects
     assert first.steps._terms.at(0, clock).collects, "no answer has to say so"
     while first.clock() < clock:
-        ended(first).result()  # by the old policy: it waits for nobody
+        ended(first).result()  # by the old policy: it waits for no worker
     assert first.steps.terms().collects
     assert second.clock() == 3
     waiting = ended(first)

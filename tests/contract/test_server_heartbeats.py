@@ -25,7 +25,7 @@ BEATS = 3
 
 
 class ScriptedControl:
-    """A connection to the coordinator: `beat` says what becomes of each heartbeat, and `restores`
+    """A connection to the coordinator: `beat` says how each heartbeat is answered, and `restores`
     counts how often it was made anew."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from paramserve.transport.control import ControlLink
 
 
 class Compiler:
-    """Stands in for the compiling of kernels; takes until it is let go."""
+    """Stands in for the compiling of kernels; takes until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.error = error

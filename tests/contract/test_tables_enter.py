@@ -123,19 +123,19 @@ def others_step(
         assert failed == []
 
 
-def trained(guest: Client, others: Sequence[Client], step: Step) -> None:
-    """A guest of all groups makes some steps while the others step; none of them is lost."""
+def trained(joiner: Client, others: Sequence[Client], step: Step) -> None:
+    """A joiner of all groups makes some steps while the others step; none of them is lost."""
     groups = GROUPS[step]
     with ExitStack() as stack:
         made = [stack.enter_context(others_step(other, step)) for other in others]
         for _ in range(STEPS):
-            step(guest)
+            step(joiner)
         for group in groups:
-            guest.rest(group)
+            joiner.rest(group)
     steps = STEPS + sum(each[0] for each in made)
-    assert [client.steps.missed for client in (guest, *others)] == [0] * (1 + len(others))
+    assert [client.steps.missed for client in (joiner, *others)] == [0] * (1 + len(others))
     for group in set(groups) & set(NAMES):
-        assert guest.table(group).pull([1]).tolist() == [[steps, steps]]
+        assert joiner.table(group).pull([1]).tolist() == [[steps, steps]]
 
 
 @each_case("step", GROUPS)
@@ -220,24 +220,24 @@ def test_rest_in_one_group_stays_while_another_one_is_stepped(make: Made) -> Non
 
 
 @each_case("own", [tables, ahead])
-def test_group_where_nobody_steps_the_others_is_entered_as_well(make: Made, own: Step) -> None:
+def test_group_where_no_rank_steps_the_others_is_entered_as_well(make: Made, own: Step) -> None:
     """Shards may then be a clock apart: of two servers, one decides it without this worker."""
     cluster = make(2)
-    other, guest = (define(cluster.client(rank)) for rank in range(2))
+    other, joiner = (define(cluster.client(rank)) for rank in range(2))
     other.rest(NAMES[0])
     for name in NAMES:
-        guest.rest(name)
+        joiner.rest(name)
 
     def alone(client: Client) -> None:
         client.push_tables([TablePush(client.table(NAMES[1]), [1], ROW)]).result()
 
     with others_step(other, alone, NAMES[1:]) as made:
         for _ in range(3 * STEPS):
-            own(guest)
+            own(joiner)
         for name in NAMES:
-            guest.rest(name)
-    assert guest.table(NAMES[0]).pull([1]).tolist() == [[3 * STEPS] * 2]
-    assert guest.table(NAMES[1]).pull([1]).tolist() == [[3 * STEPS + made[0]] * 2]
+            joiner.rest(name)
+    assert joiner.table(NAMES[0]).pull([1]).tolist() == [[3 * STEPS] * 2]
+    assert joiner.table(NAMES[1]).pull([1]).tolist() == [[3 * STEPS + made[0]] * 2]
 
 
 @each_case("step", [three, apart])

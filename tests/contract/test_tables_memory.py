@@ -165,7 +165,7 @@ def test_call_that_another_thread_closes_the_client_under_raises_that(
     rows = [table.pull(np.arange(500))]
     returned = client.connection.exchange.returned
     client.connection.exchange.close()  # as behind the checks that a call begins with
-    del rows[:]  # goes back to the memory that was let go of
+    del rows[:]  # goes back to the memory that was released
     assert returned
     for call in (lambda: table.pull(np.arange(500)), lambda: client.push_pull({"w": np.ones(9)})):
         with pytest.raises(ClientClosed):

@@ -115,7 +115,7 @@ def test_server_without_memory_refuses_the_clock_and_goes_on(
 def test_clock_that_one_shard_refuses_leaves_the_rows_of_the_others(
     make_cluster: MakeCluster, evict: LRU | None
 ) -> None:
-    """Neither does it make rows there, nor are any let go for them."""
+    """Neither does it make rows there, nor are any released for them."""
     cluster = make_cluster("unix", servers=2, workers=1)
     table = users(cluster.client(rank=0), consistency=Sync(), max_bytes=SMALL, evict=evict)
     most = room(cluster)

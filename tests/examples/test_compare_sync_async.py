@@ -95,7 +95,7 @@ def test_log_counts_from_the_common_first_moment() -> None:
     [
         (0, None, 0.0),
         (1, None, 1.0),  # the first worker that had finished the clock
-        (3, None, 4.0),  # nobody logged clock 3: the first one past it
+        (3, None, 4.0),  # no rank logged clock 3: the first one past it
         (5, None, None),
         (2, 1.0, 2.0),
         (3, 1.0, 2.5),

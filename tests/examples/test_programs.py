@@ -96,7 +96,7 @@ def test_mnist_example_runs_on_ray(alone: dict[str, str], tmp_path: Path) -> Non
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """A port that no process listens at now."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

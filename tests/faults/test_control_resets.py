@@ -67,4 +67,4 @@ def test_cluster_goes_on_after_a_joined_servers_connection_was_reset(servers: Se
                 other.client.push("w", np.ones(LARGE)).result()  # the second server knows it
                 np.testing.assert_array_equal(other.client.pull("w"), np.full(LARGE, 3.0))
     assert not first.ended()
-    second.finish()  # with the proxy, nobody listens there any more
+    second.finish()  # with the proxy, no process listens there any more

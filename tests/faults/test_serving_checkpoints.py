@@ -88,7 +88,7 @@ def test_servers_come_back_with_their_values_and_the_worker_goes_on(
 
 
 def test_workers_go_on_with_servers_that_come_back(servers: Servers, tmp_path: Path) -> None:
-    """They are in processes that nobody starts again; one of two servers is killed. Under `Async`
+    """They are in processes that are not started again; one of two servers is killed. Under `Async`
     each goes on at its own clock, and no push is lost or doubled.
 
     The server dies with much unread, which resets its connections: the coordinator waits for it a
@@ -188,7 +188,7 @@ def test_servers_that_are_told_to_end_write_a_last_checkpoint_in_any_order(
     else:
         first.finish()
     second.finish()
-    assert time.monotonic() - began < 15.0, "nobody waits for who is gone"
+    assert time.monotonic() - began < 15.0, "no barrier waits for a removed rank"
     again, address = servers.serve(bind=address, workers=1, checkpoint=str(runs))
     with connect(servers, address) as worker:
         worker.client.define({"w": np.full(4, 99.0)}, rule=ps.Add(), group="model")

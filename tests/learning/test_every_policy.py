@@ -60,4 +60,4 @@ def test_policy_trains_mnist(
     done = racing.race(entrant, course, seed=0)
     best = max(point.accuracy for point in done.curve)
     assert done.seconds is not None, f"{best:.3f} after {sum(done.samples.values()):,} samples"
-    assert all(done.samples[rank] > 0 for rank in range(2)), "somebody did nothing"
+    assert all(done.samples[rank] > 0 for rank in range(2)), "a rank did nothing"

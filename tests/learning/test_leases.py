@@ -1,4 +1,4 @@
-"""Leased samples in real processes: how often each is in the values, whoever dies or is slow."""
+"""Leased samples in real processes: how often each is in the values when a rank dies or is slow."""
 
 from __future__ import annotations
 

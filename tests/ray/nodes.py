@@ -1,7 +1,7 @@
-"""One Ray cluster of three nodes on this machine for the whole session; it asks nobody outside.
+"""One Ray cluster of three nodes on this machine for the whole session; it asks no other host.
 
 Its processes live as long as the session; this process is connected only while a module that uses
-it is tested, because Ray puts threads and signal handlers into whoever is connected.
+it is tested, because Ray puts threads and signal handlers into each process that is connected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODES: tuple[dict[str, Any], ...] = (
 
 
 def quiet(folder: Path) -> dict[str, str]:
-    """An environment in which Ray finds no other cluster, and asks nobody on the network."""
+    """An environment in which Ray finds no other cluster, and asks no host on the network."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     (home / "ray_bootstrap_config.yaml").write_text("{}")
@@ -50,7 +50,7 @@ def quiet(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def ray_nodes() -> Iterator[Cluster]:
-    """The cluster; nobody is connected to it."""
+    """The cluster; no process is connected to it."""
     if "ray" not in sys.modules:
         needs("ray")
     # Short: the path of a Unix socket is below it.

@@ -48,7 +48,7 @@ def test_ray_train_example_reaches_a_small_loss_and_leaves_a_checkpoint(tmp_path
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """An environment in which Ray finds no other cluster, and asks nobody on the network."""
+    """An environment in which Ray finds no other cluster, and asks no host on the network."""
     home = folder / "home"
     home.mkdir()
     (home / "ray_bootstrap_config.yaml").write_text("{}")

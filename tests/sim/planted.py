@@ -277,7 +277,7 @@ def change_at_the_clock_under_way(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 
 
 def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Whoever comes later counts as if it had done nothing: all others wait for it."""
+    """A rank that joins later counts as if it had done nothing: all others wait for it."""
 
     def clock_of(self: GroupMembers, rank: int, start: int) -> int:
         return self.clocks.get(rank, 0)
@@ -287,7 +287,7 @@ def joiner_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedC
 
 
 def joiner_begins_ahead(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Whoever comes later begins with the fastest worker's clock: nobody waits for it."""
+    """A rank that joins later begins with the fastest worker's clock: none waits for it."""
 
     def clock_of(self: GroupMembers, rank: int, start: int) -> int:
         return self.clocks.get(rank, max(self.clocks.values(), default=0) + 2)
@@ -391,7 +391,7 @@ def dropped_but_reported_applied(monkeypatch: pytest.MonkeyPatch) -> type[Simula
 
 
 @dataclass(frozen=True)
-class NobodyReads(Policy):
+class NoReads(Policy):
     """A user's policy that never lets anybody read."""
 
     def on_pull(self, pull: Pull, group: GroupView) -> Admission:
@@ -413,7 +413,7 @@ def lease_given_twice(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]
 
 
 def lease_of_a_dead_worker_lost(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """What a worker that ended had not finished goes to nobody."""
+    """What a worker that ended had not finished goes to no other."""
 
     def release(self: Leases, client: int, highest: object) -> None:
         self.holders.pop(client)

@@ -37,7 +37,7 @@ def _reads_as_if_it_had(
 
 
 def delta_added_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader adds all deltas of an answer, also those that an earlier answer has brought."""
+    """A reader adds all deltas of an answer, also those that an earlier answer has had."""
     _reads_as_if_it_had(monkeypatch, lambda has, first, position: first)
 
 

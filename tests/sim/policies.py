@@ -34,7 +34,7 @@ from paramserve.rules import DelayedNesterov
 @dataclass(frozen=True)
 class IgnoreStragglers(Policy):
     """A user's own: who is more than `behind` clocks behind the fastest is not waited for, and what
-    it brings is not used."""
+    it sends is not used."""
 
     behind: int = 3
 

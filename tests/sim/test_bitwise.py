@@ -31,7 +31,7 @@ LOSSY = Faults(slow=0.1, cut=0.02, lose=0.02, duplicate=0.08, peer_lose=0.3, pee
 
 
 def gradient(block: Block, rank: int, clock: int) -> Array:
-    """What a rank brings to a clock: any float32 numbers, of very different sizes."""
+    """Contribution of a rank to a clock: any float32 numbers, of very different sizes."""
     random = np.random.default_rng([block.id, rank, clock])
     scale = 10.0 ** random.integers(-6, 3, block.size)
     return (random.standard_normal(block.size) * scale).astype(np.float32)

@@ -178,7 +178,7 @@ def client_outside_the_cut_as_soon_as_it_has_ended_on_a_shard(
 
 
 def clients_with_unequal_ends_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards let go only of the clients of whom all have the same."""
+    """Shards release only the clients of whom all have the same."""
     all_over = cut_module._over
 
     def over(told: list[CutAt]) -> set[int]:

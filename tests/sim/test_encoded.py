@@ -98,7 +98,7 @@ def test_planted_bug_of_delta_streams_is_found(
     for seed in range(FOUND_WITHIN):
         cluster, tensors = simulated(seed)
         if tensors.readers_have_what_was_told(cluster):
-            with pytest.raises(Violation):  # of this, or first of what comes of it
+            with pytest.raises(Violation):  # of this, or first of its effects
                 cluster.check()
             return
     pytest.fail(f"{plant.__name__} was not found in {FOUND_WITHIN} seeds")

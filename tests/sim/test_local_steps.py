@@ -132,7 +132,7 @@ def dropped_exchanges_are_counted(monkeypatch: pytest.MonkeyPatch) -> type[Simul
 
 
 def mean_is_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """The differences of a clock are divided by the workers of the beginning, whoever came."""
+    """The differences of a clock are divided by the first number of workers, whichever step."""
     monkeypatch.setattr(built_in.Sync, "scale", lambda policy, weight: 1.0 / 3)
     return SimulatedCluster
 

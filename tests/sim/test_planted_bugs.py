@@ -192,7 +192,7 @@ def test_planted_bug_with_slow_readers_is_found(
 
 
 def test_policy_that_never_admits_is_found_in_the_liveness_phase() -> None:
-    cluster = SimulatedCluster(0, Scenario(consistency=planted.NobodyReads(), faults=Faults()))
+    cluster = SimulatedCluster(0, Scenario(consistency=planted.NoReads(), faults=Faults()))
     cluster.run()
     with pytest.raises(Violation, match=r"everyone_finishes: writer \d+ .* has not finished"):
         cluster.check()

@@ -103,7 +103,7 @@ def twin_of(shard: Shard, now: float) -> Shard:
 
 
 def state_of(shard: Shard) -> list[GroupReport]:
-    """What a shard reports, without its memory, and the clocks passed over by those who came back,
+    """What a shard reports, without its memory, and the clocks passed over by ranks that resumed,
     which are in no checkpoint."""
     return [
         structs.replace(

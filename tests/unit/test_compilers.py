@@ -136,7 +136,7 @@ def test_lines_tell_what_is_compiled_and_how_long_it_may_take_yet(
     ]
 
 
-def test_nobody_has_to_take_the_lines(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_need_no_reader(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind `| head -1`, or with the stream closed."""
 
     class Gone:

@@ -114,7 +114,7 @@ class EncodedRows(Parameters):
         return structs.replace(parts, row_pushes=pushes, row_pulls=pulls)
 
     def _captured(self, client: SimulatedClient, push: RowPush, which: Pushed | None) -> RowPush:
-        """As `client.keyed.Keyed` does; what comes of it is noted."""
+        """Capture rows as `client.keyed.Keyed` does, and note the result."""
         codecs = push.block.row_codecs
         assert codecs is not None
         assert which is not None

@@ -88,7 +88,7 @@ class Work:
 
 
 class Useful(NamedTuple):
-    """What has become of the own steps that all workers could have made while they were alive.
+    """Outcomes of the own steps that all workers could have made while they were alive.
 
     All but `deaths` and `outer_steps` are parts of 1, and the first four together are 1.
     """
@@ -320,7 +320,7 @@ class SimulatedWork(SimulatedCluster):
         return self.history
 
     def useful(self) -> Useful:
-        """What has become of the workers' time."""
+        """Use of the workers' time."""
         assert not self.history.unfinished, self.history.unfinished[:3]
         assert not self.history.raised, self.history.raised[:3]
         possible = busy = applied = dropped = 0.0

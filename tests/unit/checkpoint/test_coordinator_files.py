@@ -103,7 +103,7 @@ def test_checkpoint_to_go_on_from_is_read_before_the_folder_is_claimed(tmp_path:
 
 
 class Decides(Coordination):
-    """Has the next steps want some work, and notes what comes of it."""
+    """Has the next steps want some work, and notes its result."""
 
     def __init__(self, wanted: list[list[FileWork]]) -> None:
         super().__init__(CoordinatorConfig(1, 1, "", ConsistencySpec("Async")))

@@ -1,4 +1,4 @@
-"""A store of whole objects: the same checkpoints, whoever wrote them, and whatever it fails at."""
+"""A store of whole objects: the same checkpoints by any writer, and whatever it fails at."""
 
 from __future__ import annotations
 

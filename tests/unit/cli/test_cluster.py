@@ -106,9 +106,9 @@ def test_serve_beyond_this_machine_without_tls_warns(
     caplog: pytest.LogCaptureFixture,
     host: str,
 ) -> None:
-    async def serve_nobody(*_: object) -> None: ...
+    async def serve_no_client(*_: object) -> None: ...
 
-    monkeypatch.setattr(serving, "_serve", serve_nobody)
+    monkeypatch.setattr(serving, "_serve", serve_no_client)
     path = str(tmp_path / "token")
     call("token", path)
     assert call("serve", "--bind", f"{host}:1", "--token-file", path).exit_code == 0

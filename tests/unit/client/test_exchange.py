@@ -121,7 +121,7 @@ def test_seconds_of_waiting_are_counted(bench: Bench, monkeypatch: pytest.Monkey
     first, second = bench.submit(), bench.submit()
     bench.answer(1)
     assert bench.exchange.wait(first, 10.0)
-    assert bench.exchange.wait(first, 10.0), "it is there: nobody waits"
+    assert bench.exchange.wait(first, 10.0), "it is there: no thread waits"
     assert bench.exchange.waited_s == 2.0
     bench.answer(2)
     assert bench.exchange.settle(10.0)

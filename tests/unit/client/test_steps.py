@@ -1,4 +1,4 @@
-"""Steps: what goes to each shard, tickets and what becomes of their errors and slots."""
+"""Steps: what goes to each shard, tickets, and how their errors and slots are handled."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_sync_reads_when_the_slowest_has_finished_the_clock() -> None:
         (1, (0, 1, 2), ADMIT),
         (2, (1,), ADMIT),
         (2, (), Wait((0, 1, 2))),
-        (1, (0, 7), Wait((1, 2))),  # 7 has left, and counts for nobody
+        (1, (0, 7), Wait((1, 2))),  # 7 has left, and is no member
         (0, (0, 1, 7), Wait((2,))),
         (0, (0, 1, 2, 7), ADMIT),
     ],

@@ -179,7 +179,7 @@ class Rig:
         return self.happen(Requested(client, message, Memory(known, payload)), shard)
 
     def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
-        """Bring a block's first values to all shards. As a server does, load its kernels first."""
+        """Send a block's first values to all shards. As a server does, load its kernels first."""
         prepare = needed(spec, self.rules)
         if prepare is not None:
             prepare()

@@ -180,9 +180,9 @@ def test_lease_of_who_is_gone_is_not_answered() -> None:
 def test_lease_is_for_live_workers() -> None:
     cluster = Cluster()
     cluster.call(7, Join(1, -1, 1))
-    stranger = cluster.call(7, ask())
-    assert isinstance(stranger, Failed)
-    assert "no worker" in stranger.failed
+    refusal = cluster.call(7, ask())
+    assert isinstance(refusal, Failed)
+    assert "no worker" in refusal.failed
     cluster.call(SERVER, MarkDead(4, "worker", 1))
     fenced = cluster.call(1, ask())
     assert isinstance(fenced, Failed)

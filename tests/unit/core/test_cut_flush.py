@@ -57,7 +57,7 @@ def cuts(one: Rig) -> list[tuple[dict[int, int], tuple[int, ...]]]:
 
 def test_cut_lies_behind_a_clock_that_no_member_can_have_sent() -> None:
     """A member that had sent it already is asked once more, and the cut is taken right behind the
-    clock that all have flushed, whatever has come of the next one."""
+    clock that all have flushed, whatever the outcome of the next one."""
     one = rig(Sync("sum"))
     one.happen(CutWanted(1))
     step(one, A, 1, leaves=True)
@@ -301,7 +301,7 @@ def test_call_that_has_begun_does_not_keep_a_flush_that_stops_nothing() -> None:
     assert one.shards[0].cuts.flush is None
 
 
-def test_group_that_nobody_steps_any_more_is_not_waited_for() -> None:
+def test_group_that_no_rank_steps_any_more_is_not_waited_for() -> None:
     one = rig(Sync("sum"))
     one.define(A, block_spec((1,), (1,), number=1, group=1, cuts=range(3)))
 

@@ -36,7 +36,7 @@ class SlowShards:
         self._inbox: deque[tuple[float, Callable[[], object]]] = deque()
 
     def taken(self, checkpoint: int = 1, *, pushes: bool = True) -> CutTaken:
-        """What becomes of a cut for a checkpoint."""
+        """Outcome of a cut for a checkpoint."""
         notices = list(self.rig.happen(CutWanted(checkpoint)).notices)
         until = self.rig.now + GIVEN_UP_S
         while not notices and self.rig.now < until:

@@ -306,7 +306,7 @@ def test_bad_parts_are_refused_whole() -> None:
 
 
 def test_parts_of_random_bytes_are_refused_or_read() -> None:
-    """Nothing but `ValueError` comes of what a peer has made up, and the copy stays."""
+    """What a peer has made up raises `ValueError` and nothing else, and the copy stays."""
     source, drawn = Source(), np.random.default_rng(2)
     reader = source.reader()
     follow(source, reader)

@@ -68,7 +68,7 @@ def test_shapes_that_no_shard_could_hold_are_refused(
     assert directory.place(place((1 << 48,)), client=1) is not None
 
 
-def test_place_waits_for_a_name_that_nobody_defines() -> None:
+def test_place_waits_for_a_name_that_no_client_defines() -> None:
     assert Directory(1).place(place((3,), define=False), client=1) is None
 
 

@@ -83,7 +83,7 @@ def test_gradient_changed_since_leaves_no_nan_in_the_values() -> None:
     assert "do not write to a gradient after it was pushed" in str(error)
     assert one.value() == [1.0] * TILE + [0.0] * 2 * TILE  # from the tile on, nothing
     state = one.shards[0].groups[0].state
-    assert state.version == 1, "whoever reads what has changed is told"
+    assert state.version == 1, "a reader of what has changed sees it"
     done(one.step(WORKER, {0: np.ones(SIZE)}, clock=1, largest=1.0))
     assert one.value() == [2.0] * TILE + [1.0] * 2 * TILE
 

@@ -1,4 +1,4 @@
-"""Ranges by lease: every sample exactly once an epoch, whoever ends and whatever the order."""
+"""Ranges by lease: every sample exactly once an epoch, in any order and when ranks end."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_scale_up_opens_ranks_that_are_no_members_before_they_join() -> None:
     with pytest.raises(ParamServeError, match="more ranks than workers"):
         one.join(Join(1, 3, 0), 0.0)
     one.scale(4)
-    assert one.snapshot() == before, "nobody waits for a process that starts"
+    assert one.snapshot() == before, "no clock waits for a process that starts"
     assert one.workers == 4
     assert one.join(Join(1, 3, 0), 0.0) == (1, 1)
     assert [(m.rank, m.state) for m in one.snapshot().members] == [
@@ -213,9 +213,7 @@ def test_scale_up_opens_ranks_that_are_no_members_before_they_join() -> None:
     ("state", "after"),
     [(LIVE, RETIRING), (EXPECTED, LEFT), (RESTARTING, DEAD), (LEFT, LEFT), (DEAD, DEAD)],
 )
-def test_scale_down_asks_the_living_to_end_and_waits_for_nobody_else(
-    state: str, after: str
-) -> None:
+def test_scale_down_asks_live_ranks_to_end_and_waits_for_no_other(state: str, after: str) -> None:
     one = membership()
     if state != EXPECTED:
         one.join(Join(1, 1, 0), 0.0)

@@ -77,7 +77,7 @@ def test_clipped_clock_that_a_rule_fails_says_which_shards_have_applied_it() -> 
     for client in (A, B):
         both(one, client, 1.0, 1.0, clock=1)
     one.deliver()
-    assert [outcome(one, client) for client in (A, B)] == [None, None], "nobody hangs"
+    assert [outcome(one, client) for client in (A, B)] == [None, None], "no client hangs"
 
 
 def test_local_steps_without_a_rank_whose_nan_one_shard_saw_say_which_shards_have_applied() -> None:

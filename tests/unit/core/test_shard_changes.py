@@ -17,7 +17,7 @@ from paramserve.messages import Done, LogEntry, Pause, SetPolicy, Switch
 
 @dataclass(frozen=True)
 class Unregistered(Policy):
-    """Of nobody's servers."""
+    """Policy that no server has registered."""
 
 
 @each_case("shards", [1, 2])

@@ -312,7 +312,7 @@ def test_worker_that_says_goodbye_is_waited_for_no_more() -> None:
     one.happen(ClientBye(OTHER))
     assert one.value() == [1.0]
     one.tell(one.members((FIRST, 1, "live"), (OTHER, 1, "live")))
-    assert one.shards[0].sessions.live() == [0], "older news do not bring it back"
+    assert one.shards[0].sessions.live() == [0], "an older membership does not restore it"
 
 
 def test_fenced_session_is_forgotten_when_its_connection_has_been_gone_for_long() -> None:

@@ -99,7 +99,7 @@ def test_backup_shards_that_hold_different_pairs_agree_on_enough_of_them() -> No
     assert last(one, C, 1).skipped
 
 
-def test_backup_never_decides_with_nobody() -> None:
+def test_backup_never_decides_without_a_gradient() -> None:
     one = rig(Sync(backup=1), workers=2)
     one.tell(one.members((A, 1, "live"), (B, 1, "dead")))
     assert one.shards[0].groups[0].state.committed == 0
@@ -172,7 +172,7 @@ class Moody(Policy):
 
     def on_push(self, push: Push, group: GroupView) -> OnPush:
         if self.answer == "raise":
-            raise KeyError("nobody")
+            raise KeyError("no rank")
         if self.answer == "none":
             return None  # the very mistake
         return Apply(float(self.answer))
@@ -273,7 +273,7 @@ def test_compensation_of_a_block_that_was_read_with_an_older_version() -> None:
     done(one.step(A, {0: [1.0]}, [0], base=0))  # 1 + 0.5 * (1 - 0): A reads block 0 only
     done(one.step(B, {0: [1.0]}, clock=1, base=2))
     done(one.step(A, {1: [2.0]}, clock=1, base=2))
-    assert one.value(1) == [2.0], "nobody had changed it since A read it"
+    assert one.value(1) == [2.0], "no push had changed it since A read it"
 
 
 def test_copies_are_few_and_end_with_the_policy() -> None:
@@ -291,7 +291,7 @@ def test_copies_are_few_and_end_with_the_policy() -> None:
 
 @dataclass(frozen=True)
 class Fussy(Policy):
-    """Its check fails, and it fails when it is asked why somebody waits."""
+    """Its check fails, and it fails when it is asked why a rank waits."""
 
     def check(self, workers: int) -> None:
         raise ZeroDivisionError("no workers")
@@ -363,7 +363,7 @@ def test_mark_of_a_step_is_kept_when_its_worker_has_left_before_the_clock_is_dec
 
 @dataclass(frozen=True)
 class Garbled(Policy):
-    """Waits for what nobody can wait for."""
+    """Waits for what no shard can wait for."""
 
     collects: ClassVar[bool] = True
     until_s: float = float("nan")

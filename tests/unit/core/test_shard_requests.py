@@ -199,7 +199,7 @@ def test_tick_alone_moves_the_clock() -> None:
     one.step(WORKER)
     assert one.shards[0].report()[0].clocks == ((0, 1), (1, 0))
     one.step(READER, {0: [1] * 4})
-    assert one.shards[0].report()[0].clocks == ((0, 1), (1, 0)), "a reader holds up nobody"
+    assert one.shards[0].report()[0].clocks == ((0, 1), (1, 0)), "a reader holds up no worker"
 
 
 def test_staleness_is_counted_by_rank() -> None:

@@ -53,7 +53,7 @@ def test_total_missing_pieces_count_as_zero() -> None:
     assert found.tolist() == [2.0, 2.0, 5.0]
 
 
-def test_total_names_only_the_pieces_that_somebody_has() -> None:
+def test_total_names_only_the_pieces_that_some_rank_has() -> None:
     parts = [contribution([1.0, 9.0, 9.0], active=(0,)), contribution([1.0, 9.0, 5.0], active=(2,))]
     found, active = total(parts, block((1,), (1,), (1,)))
     assert active == (0, 2)

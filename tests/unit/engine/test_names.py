@@ -80,7 +80,7 @@ def test_publish_goes_on_while_others_only_look(
 
 def test_withdraw_leaves_the_file_of_a_later_publisher(folder: Path) -> None:
     withdraw = names.publish("mine", b"first")
-    (folder / "mine").unlink()  # as whoever tidies up the temporary folder does
+    (folder / "mine").unlink()  # as a cleaner of the temporary folder does
     later = names.publish("mine", b"second")
     withdraw()
     assert names.find("mine") == b"second"

@@ -112,7 +112,7 @@ def test_handle_pickled_dials_what_it_was_made_of(dialled: Dialled) -> None:
 def test_handle_shows_its_secret_nowhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "Connection", Dialled(not_there("nobody answered")))
+    monkeypatch.setattr(joining, "Connection", Dialled(not_there("no process answered")))
     found = handle()
     with caplog.at_level(logging.DEBUG):
         logging.getLogger("paramserve").warning("%s %r %s", found, found, [found])
@@ -128,8 +128,8 @@ def test_handle_shows_its_secret_nowhere(
 def test_handle_without_an_answer_says_that_the_cluster_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "Connection", Dialled(not_there("nobody answered at x")))
-    with pytest.raises(CoordinatorGone, match=r"nobody answered at x.*lives as long as its"):
+    monkeypatch.setattr(joining, "Connection", Dialled(not_there("no process answered at x")))
+    with pytest.raises(CoordinatorGone, match=r"no process answered at x.*lives as long as its"):
         handle().connect()
 
 

@@ -153,7 +153,7 @@ def test_every_missing_record_is_counted(
     assert overview.dropped_records == 2 + 11 + 2 + 12
 
 
-LATE = ConnectTimeout("nobody answered", fix="look")
+LATE = ConnectTimeout("no process answered", fix="look")
 BROKEN = ConnectionResetError("reset")
 
 

@@ -8,7 +8,7 @@ from paramserve_plan.shards import NEAR, sweep
 
 
 def test_needed_is_the_smallest_number_near_the_floor() -> None:
-    # 10 workers bring 1 GB in each 0.2 s and a bit: 10 Gb/s is 1.25 GB a second.
+    # 10 workers send 1 GB in each 0.2 s and a bit: 10 Gb/s is 1.25 GB a second.
     setting = Setting(10, 1, 100 * MB, compute=Compute(0.2))
     found = sweep(setting, Async())
     assert found.needed == found.best

@@ -374,7 +374,7 @@ class FakeClient:
             found = self._cluster.changed.wait_for(find, WAIT_S)
         assert consistency == self._cluster.policies.get(group), "all ranks say the same"
         if found is None:
-            raise DefineTimeout(f"nobody defined {pieces}", fix="define it on rank 0")
+            raise DefineTimeout(f"no rank defined {pieces}", fix="define it on rank 0")
         return found
 
     def gradient_slot(self, block: FakeBlock) -> np.ndarray:

@@ -374,7 +374,7 @@ def test_loader_that_shares_alike_refuses_what_other_workers_had_begun() -> None
     assert indices(anew) == indices(load(worker(workers=2), numbers(40), batch_size=5))
 
 
-# --- how far the loop is, for whoever watches ----------------------------------------------------
+# --- how far the loop is, for reports ------------------------------------------------------------
 
 
 def test_loader_tells_how_much_of_its_loop_is_done() -> None:

@@ -1,4 +1,4 @@
-"""Which datasets a worker's loaders keep alive: none that the training function has let go of."""
+"""Which datasets a worker's loaders keep alive: none that the training function has released."""
 
 from __future__ import annotations
 

@@ -374,7 +374,7 @@ def test_leased_error_in_the_loop_is_not_hidden_where_the_coordinator_is_gone() 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_leased_loop_that_is_left_waits_for_no_answer(lost: bool) -> None:
-    """Its generator is let go of there: an interrupt would be lost. What the link has lost is told
+    """Its generator is released there: an interrupt would be lost. What the link has lost is told
     again before more is asked for."""
     cluster = FakeCluster(1)
     cluster.loses_posts = lost

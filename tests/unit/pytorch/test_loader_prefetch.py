@@ -1,4 +1,4 @@
-"""A loader that asks for rows ahead: when, for which batches, and what becomes of the rest."""
+"""A loader that asks for rows ahead: when, for which batches, and how the rest is released."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _kernels() -> None:
 
 
 class Asked:
-    """What a client was asked for ahead, in order, and whether it was let go."""
+    """What a client was asked for ahead, in order, and whether it was released."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[int]]] = []

@@ -150,7 +150,7 @@ def test_one_that_raises_is_told_of_once_and_the_others_go_on() -> None:
     assert bad.calls == ["open train", "begin", "close"]
 
 
-def test_one_that_hangs_is_told_of_once_and_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_logged_once_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "HANG_S", 0.05)
     monkeypatch.setattr(feeding, "EVERY_S", 0.02)
     monkeypatch.setattr(feeding, "CLOSE_S", 0.1)

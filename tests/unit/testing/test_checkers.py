@@ -401,7 +401,7 @@ def test_samples_may_be_lost_only_where_the_policy_leaves_gradients_out(
     call = push(0, 0, 0, 1, samples=(0, 2), skipped=True)
     found = history(policy, call, push(1, 0, 0, 3, spoiled=spoiled))
     found.shared = Shared(2, over=True)
-    assert checkers.samples_are_used(found), "nobody has said that it was left out"
+    assert checkers.samples_are_used(found), "no record says that it was left out"
     found.answers[0, 0, 0] = Answered(2, True, 0, 0)
     assert (checkers.samples_are_used(found) == []) is good
 

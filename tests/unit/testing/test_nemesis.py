@@ -1,4 +1,4 @@
-"""Scripted faults: what they refuse, how they are written, and which step brings them about."""
+"""Scripted faults: what they refuse, how they are written, and which step injects them."""
 
 from __future__ import annotations
 

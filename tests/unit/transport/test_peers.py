@@ -55,7 +55,7 @@ class Bench(VirtualLoop):
         self.asked.append(addresses)
         self.wanted = wanted
         if self.refused:
-            raise ConnectTimeout("nobody there", fix="wait")
+            raise ConnectTimeout("no process there", fix="wait")
         self.links.append(Recorder())
         return self.links[-1]
 

@@ -62,7 +62,7 @@ def test_token_that_was_replaced_holds_for_the_grace_period(
     assert token(60.0) == (NEWER.encode(),)
 
 
-def test_grace_period_is_from_the_renewal_on_though_nobody_came_meanwhile(
+def test_grace_period_begins_at_the_renewal_though_no_client_connects(
     tmp_path: Path, clock: Clock
 ) -> None:
     write(tmp_path / "token", OLD)

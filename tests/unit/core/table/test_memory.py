@@ -19,7 +19,7 @@ def test_growing_keeps_rows_and_adds_zeros() -> None:
     growing.array[999_999] = 1.0
 
 
-def test_growing_while_somebody_holds_the_array_copies() -> None:
+def test_growing_while_a_reference_to_the_array_exists_copies() -> None:
     growing = Growing(0, np.int64)
     held = growing.array
     held[:] = 3
