@@ -115,7 +115,7 @@ WORKLOADS = {
     "mnist_async": "MNIST ConvNet, async: steps",
     "language": "language model, async: steps",
 }
-"""By figure of the contestants; each with two workers, counted over both."""
+"""Workload of each of the contestants' figures; each with two workers, counted over both."""
 
 
 def measure(contest: harness.Contest, tiny: bool) -> list[Row]:

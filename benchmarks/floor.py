@@ -199,7 +199,7 @@ def _mnist_worker(rank: int, load: Mnist, scratch: Path) -> Span:
 
 
 def start(load: Start, scratch: Path) -> dict[str, float]:
-    """As many Python processes as ours (with its coordinator) that only import numpy."""
+    """Start as many Python processes as ours (with its coordinator) that only import numpy."""
     command = [sys.executable, "-c", "import numpy"]
     count = load.workers + load.servers + 1
     calls: dict[str, Call] = {

@@ -34,7 +34,7 @@ CONTESTANT_TIMEOUT_S = 400.0
 GRACE_S = 10.0
 """Ray's processes end by themselves some seconds after their driver."""
 LOG_LINES = 30
-"""Of a contestant that failed, how much of its output is shown."""
+"""Most lines of output of a contestant that failed."""
 
 ONE_THREAD = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS", "NUMBA", "NUMEXPR")

@@ -20,7 +20,7 @@ from benchmarks.workloads import Mnist, Saving, Trainer
 POLL_S = 0.005
 MB = 1e6
 STARTS = 3
-"""Of runs that are compared: the time of one varies by 0.3 s."""
+"""Runs that are compared: the time of one varies by 0.3 s."""
 TICK_S = 0.01
 BLOCK_BYTES = 8 << 20
 
@@ -225,8 +225,8 @@ def _rows(
 
 
 def recovery(load: Saving, scratch: Path) -> dict[str, float]:
-    """From the death of a server to the next step that is done, with a checkpoint 10 s old. The
-    driver has imported torch, as programs that have a model do."""
+    """Time from the death of a server to the next step that is done, with a checkpoint 10 s old.
+    The driver has imported torch, as programs that have a model do."""
     import torch  # noqa: F401
 
     log = scratch / "steps"

@@ -26,7 +26,7 @@ from paramserve.rules.registry import spec as rule_spec
 FAR = 1_000_000
 """A bound that no worker comes near: none has to wait, and nothing is dropped."""
 RULE = ps.SGD(lr=1e-6, momentum=0.9)
-"""Of all groups alike: with momentum, so that lowering it costs what it costs."""
+"""Rule of all groups alike: with momentum, so that lowering it costs what it costs."""
 
 NO_WAITS: Mapping[str, Any] = MappingProxyType(
     {
@@ -48,7 +48,7 @@ ALONE: Mapping[str, Any] = MappingProxyType(
         "LocalSteps": ps.LocalSteps(every=1, outer=RULE),
     }
 )
-"""Those under which a single worker has no other to wait for."""
+"""Policies under which a single worker has no other to wait for."""
 BASE = "Async()"
 START_S = 180.0
 """64 processes that import numba take a while on two cores."""
@@ -71,12 +71,12 @@ class Policies:
     round_calls: int = 100
     crowd: tuple[int, ...] = (1, 16, 64)
     crowd_pushes: int = 3_200
-    """Of all workers together; a multiple of each number of workers."""
+    """Pushes of all workers together; a multiple of each number of workers."""
     push_every_s: float = 0.002
     steps: int = 12_800
     """That a bare shard is given, of all sessions together."""
     seeds: int = 30
-    """Of the simulator."""
+    """Seeds of the simulator."""
     block: int = field(default=10, kw_only=True)
     """Calls of one policy in a row, with a single worker."""
 
@@ -99,7 +99,7 @@ def _alone_worker(worker: ps.Worker, load: Policies) -> dict[str, float]:
 
 
 class OneClock(InPlace):
-    """The same call, which also ends the worker's clock."""
+    """One call in place that also ends the worker's clock."""
 
     def __call__(self) -> None:
         self._client.push_pull({self._name: self._gradient}, tick=True, copy=False)
@@ -174,7 +174,7 @@ def crowd(load: Policies, scratch: Path) -> dict[str, float]:
 
 
 def _sleeper(worker: ps.Worker, load: Policies, scratch: Path) -> float:
-    """Of rank 0: the server's time for a push. No worker pulls between the two readings of it."""
+    """Server's time for a push, on rank 0. No worker pulls between the two readings of it."""
     client, count = worker.client, worker.workers
     client.define("w", np.zeros(load.size, np.float32), rule=RULE)
     call, gate = OneClock(client, "w"), QuietGate(scratch, count)

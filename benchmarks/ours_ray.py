@@ -11,11 +11,11 @@ from benchmarks.rival_ray import session
 from benchmarks.workloads import Mnist, Start, fresh, timed
 
 ENGINE = ps.OnRay(server=ps.Needs(num_cpus=0), worker=ps.Needs(num_cpus=0), threads_per_worker=1)
-"""As the plain Ray actors: a small machine has room for all of them."""
+"""Engine with no CPUs, as the plain Ray actors: a small machine has room for all of them."""
 
 
 def mnist(load: Mnist, scratch: Path) -> dict[str, float]:
-    """As `ours.mnist`; the workers are Ray actors."""
+    """Train MNIST as `ours.mnist`; the workers are Ray actors."""
     with session(scratch):
         return ours.mnist(load, fresh(scratch, "ours"), ENGINE)
 

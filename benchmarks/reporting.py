@@ -87,7 +87,7 @@ def speed(seconds: float, width: int, reporters: Sequence[Any]) -> float:
 
 
 def scrape_s() -> list[float]:
-    """Of a cluster of `MANY` workers and 8 servers, over loopback, as Prometheus does it."""
+    """Seconds of a scrape of `MANY` workers and 8 servers, over loopback, as Prometheus does it."""
     ranks = range(MANY)
     stale = {rank: Staleness(100, 1.5, 4) for rank in ranks}
     group = GroupStatus(9, 3, 9, 0, Staleness(6400, 1.5, 4), staleness_by_rank=stale)

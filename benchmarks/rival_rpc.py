@@ -72,7 +72,7 @@ class Server:
 
 
 _server: Server
-"""Of this process: what the functions below, called from other processes, work on."""
+"""Server of this process: what the functions below, called from other processes, work on."""
 
 
 def pull() -> torch.Tensor:

@@ -26,7 +26,8 @@ from paramserve.rules.base import PushInfo, Rule
 from paramserve.rules.rows import apply_rows, initial_state, prepare_rows, row_layout
 
 INDEX_BYTES = 96
-"""Of all arrays that an index has one after the other, for each key that is in it in the end."""
+"""Bytes of all arrays that an index has one after the other, for each key that it has in the
+end."""
 PUSH = PushInfo(worker=0, clock=0, version=0, staleness=0, weight=1.0, scale=1.0)
 
 
@@ -171,5 +172,5 @@ def growth(load: TableLoad, scratch: Path) -> dict[str, float]:
 
 
 def resident_bytes() -> int:
-    """Of this process, by /proc."""
+    """Resident bytes of this process, by /proc."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -58,12 +58,12 @@ class TableLoad:
 
     @property
     def table_bytes(self) -> int:
-        """Of values and state, under Adagrad."""
+        """Bytes of values and state, under Adagrad."""
         return self.rows * self.dim * 4 * 2
 
     @property
     def batch_row_bytes(self) -> int:
-        """Of a batch, for each key: itself and its row."""
+        """Bytes of a batch, for each key: itself and its row."""
         return 8 + self.dim * 4
 
     @property
@@ -79,7 +79,8 @@ class TableLoad:
 
 
 BLOCK_ROWS = 256
-"""Of Adagrad in numpy: 64 KB for each array at dim 64. 10.5 ms for 32,768 rows; in one piece 23."""
+"""Rows in a block of Adagrad in numpy: 64 KB an array at dim 64. 10.5 ms for 32,768 rows; whole
+23."""
 
 
 def adagrad(load: TableLoad, values: Array, state: Array, gradients: Array) -> None:
@@ -99,7 +100,7 @@ def adagrad(load: TableLoad, values: Array, state: Array, gradients: Array) -> N
 
 @dataclass(frozen=True)
 class SizesLoad(TableLoad):
-    """The same with narrow rows, timed at several sizes of one table that grows."""
+    """Load with narrow rows, timed at several sizes of one table that grows."""
 
     dim: int = 16
     sizes: tuple[int, ...] = (1_000_000, 8_000_000, 24_000_000)

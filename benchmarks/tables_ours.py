@@ -28,7 +28,7 @@ from benchmarks.tables_load import (
 from benchmarks.workloads import medians
 
 WARM_CALLS = 12
-"""Of a table that grows before the one that is timed."""
+"""Calls to a table that grows before the one that is timed."""
 
 
 class Target:

@@ -79,7 +79,7 @@ class TableServer:
         self._values = np.empty((rows, load.dim), np.float32)
         self._state = np.zeros((rows, load.dim), np.float32)
         self._marks = np.zeros(rows, np.int32)
-        """Of each row: where in the batch it was seen last."""
+        """Last place of each row in the batch."""
         self._used = 0
         self._chance = np.random.default_rng(number)
 

@@ -23,7 +23,7 @@ from benchmarks.tables_load import Array, Batches, Keys, TableLoad, drive
 from benchmarks.workloads import medians
 
 BLOCK_ROWS = 1024
-"""Of Adagrad: 15 ms for 32,768 rows at dim 64; with 256 rows 24 ms, in one piece 29 ms."""
+"""Rows in a block of Adagrad: 15 ms for 32,768 rows at dim 64; with 256 rows 24 ms, whole 29 ms."""
 
 
 class TableServer:
@@ -36,7 +36,7 @@ class TableServer:
         self._optimizer = torch.optim.Adagrad(self.embedding.parameters(), lr=load.lr, eps=load.eps)
         self._state = self._optimizer.state[self.embedding.weight]["sum"]
         self._marks = torch.zeros(rows, dtype=torch.int64)
-        """Of each row: where in the batch it was seen last."""
+        """Last place of each row in the batch."""
         self.lock = threading.Lock()
         """RPC runs calls of one client in several threads."""
 
@@ -74,7 +74,7 @@ class TableServer:
 
 
 _table: TableServer
-"""Of this process: what the functions below, called from the client, work on."""
+"""Table of this process: what the functions below, called from the client, work on."""
 
 
 class _Hold:
@@ -113,7 +113,7 @@ class Client:
         self._names = [f"server{number}" for number in range(load.servers)]
 
     def _parts(self, ids: Keys) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each server: its name, positions of its ids, their rows."""
+        """Name of each server, positions of its ids, their rows."""
         every = torch.from_numpy(ids)
         owner, rows = every % len(self._names), every // len(self._names)
         places = [torch.nonzero(owner == number).ravel() for number in range(len(self._names))]

@@ -21,7 +21,7 @@ from benchmarks.processes import cpu_s, server_pids
 from benchmarks.workloads import timed
 
 LONGEST_S = 10e-3
-"""Of the waits here; `Waiting` has none above."""
+"""Longest of the waits here; `Waiting` has none above."""
 ALWAYS = f"""\
 from paramserve.transport import timing
 timing.SystemTiming.wake_s = staticmethod(lambda: {LONGEST_S})
@@ -64,7 +64,7 @@ def off(load: Waiting, scratch: Path) -> dict[str, float]:
 
 
 def adaptive(load: Waiting, scratch: Path) -> dict[str, float]:
-    """As paramserve does if nothing is said."""
+    """Measure paramserve with its defaults."""
     return _run(load, ps.Limits())
 
 

@@ -37,7 +37,7 @@ from ending import exit_code
 from engines import ENGINES, engine_of
 
 NUMBERS, FIELDS = 13, 26
-"""Of a line of Criteo's logs."""
+"""Columns of a line of Criteo's logs."""
 ZIPF, VOCABULARY = 1.05, 10_000_000
 """A field's keys come with frequency rank ** -ZIPF, up to this rank."""
 NEW = 1
@@ -159,7 +159,7 @@ def train(worker: ps.Worker, policy: Mapping[str, Any], options: argparse.Namesp
 
 
 class Point(NamedTuple):
-    """Of the tables, and of how well was predicted since the last one."""
+    """Size of the tables, and how well was predicted since the last point."""
 
     lines: int
     auc: float

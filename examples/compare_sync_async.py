@@ -31,7 +31,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "consistency.md"
 EVERY_LOCAL = 8
 WIDTH = 120
-"""Of the table in a file."""
+"""Width of the table in a file."""
 BALANCED = (16, 256)
 """Batch sizes that `adaptive_batch` may choose, around 128."""
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 MEAN, STD = 0.1307, 0.3081
-"""Of the pixels of MNIST's training images, as fractions of 255."""
+"""Mean and deviation of the pixels of MNIST's training images, as fractions of 255."""
 DIGITS_TRAIN = 1500
-"""Of scikit-learn's 1,797 digits, these many train; the other 297 test."""
+"""Digits that train, of scikit-learn's 1,797; the other 297 test."""
 
 
 class Images(NamedTuple):

@@ -60,7 +60,7 @@ class Files(NamedTuple):
 
     name: str
     folder: str
-    """Of the user's cache."""
+    """Folder in the user's cache."""
     parts: tuple[Part, ...]
     mirrors: tuple[str, ...]
     """Public web folders that hold the files as .gz."""

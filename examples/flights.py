@@ -36,9 +36,9 @@ from table_data import Split
 
 DIM = 16
 STD = 0.01
-"""Of the rows' initial values."""
+"""Deviation of the rows' initial values."""
 RATE = 0.01
-"""Of Adagrad on the rows."""
+"""Learning rate of Adagrad on the rows."""
 
 
 class Lateness(nn.Module):
@@ -95,7 +95,7 @@ def train(worker: ps.Worker, data: Split, options: argparse.Namespace) -> float:
 
 
 def serial(data: Split, options: argparse.Namespace) -> float:
-    """The same in this process, with torch's own modules and rules."""
+    """Train in this process, with torch's own modules and rules."""
     torch.manual_seed(options.seed)
     data, size = data.numbered()
     model = Lateness(

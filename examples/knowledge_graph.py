@@ -31,7 +31,7 @@ from meeting import meet
 from table_data import Triples
 
 STD = 0.1
-"""Of the rows' initial values."""
+"""Deviation of the rows' initial values."""
 
 
 class DistMult(nn.Module):
@@ -83,7 +83,7 @@ def train(worker: ps.Worker, graph: Triples, options: argparse.Namespace) -> flo
 
 
 def serial(graph: Triples, options: argparse.Namespace) -> float:
-    """The same in this process, with torch's own modules and rules."""
+    """Train in this process, with torch's own modules and rules."""
     torch.manual_seed(options.seed)
     sizes = len(graph.entities), 2 * len(graph.relations)
     shapes = [(size, options.dim) for size in sizes]

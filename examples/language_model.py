@@ -36,7 +36,7 @@ WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[.,;:!?]")
 UNKNOWN = 0
 """The number of <unk>, which stands for every word that is not in the vocabulary."""
 HELD_OUT = 0.03
-"""Of the text, at its end; of the whole text that is about The Winter's Tale."""
+"""Share of the text, at its end; of the whole text that is about The Winter's Tale."""
 EVALUATED = 100
 """Pieces of it on which a snapshot is evaluated; the end of the run uses all of them."""
 PIECES = 32
@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the model."""
+    """Sizes of the model."""
 
     vocabulary: int
     embedding: int
@@ -114,7 +114,8 @@ def pieces(words: Words, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 def perplexity(
     state: Mapping[str, Any], sizes: Sizes, inputs: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """Of a model with these values: how many words it is in doubt between, at each word."""
+    """Perplexity of a model with these values: how many words it is in doubt between, at each
+    word."""
     model = LanguageModel(sizes)
     model.load_state_dict({name: torch.as_tensor(value) for name, value in state.items()})
     loss = 0.0

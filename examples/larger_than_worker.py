@@ -30,7 +30,7 @@ from ending import exit_code
 from engines import ENGINES, engine_of
 
 BITS = 64
-"""Of a key, and the width of a row."""
+"""Bits of a key, and the width of a row."""
 BATCH = 8_192
 """Keys of a batch: 2 MB of rows."""
 TIMES = 4
@@ -42,7 +42,7 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Outcome(NamedTuple):
-    """Of a worker: what it had of its limit, and the state of the table."""
+    """Outcome of a worker: what it had of its limit, and the state of the table."""
 
     peak_mb: float
     table_mb: float

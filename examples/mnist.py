@@ -133,7 +133,7 @@ def run(
 
 
 def serial(steps: int, folder: Path, options: argparse.Namespace) -> report.Run:
-    """As many batches in this process, without a parameter server."""
+    """Train on as many batches in this process, without a parameter server."""
     data = datasets.load(folder)
     images, labels = datasets.tensors(data.train_images, data.train_labels).tensors
     torch.manual_seed(options.seed)

@@ -104,8 +104,8 @@ MODELS = {"mf": Factorisation, "dlrm": DLRM}
 
 
 class Outcome(NamedTuple):
-    """Of one worker: its time, by the machine's clock, the samples that it trained on, and the
-    error with the values at its end."""
+    """Outcome of one worker: its time, by the machine's clock, the samples that it trained on, and
+    the error with the values at its end."""
 
     began: float
     ended: float
@@ -140,7 +140,7 @@ def train(worker: ps.Worker, data: Split, options: argparse.Namespace) -> Outcom
 
 
 def serial(data: Split, options: argparse.Namespace) -> Outcome:
-    """The same in this process, with torch's own modules and rules."""
+    """Train in this process, with torch's own modules and rules."""
     torch.manual_seed(options.seed)
     kind = MODELS[options.model]
     data, size = data.numbered()

@@ -20,7 +20,7 @@ import paramserve as ps
 from arguments import count
 
 STORE_BYTES = 100_000_000
-"""Of each simulated node; nothing of ours lies in Ray's object store."""
+"""Bytes of each simulated node's store; nothing of ours lies in Ray's object store."""
 
 
 def train(worker: ps.Worker, steps: int) -> str:

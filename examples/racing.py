@@ -32,7 +32,7 @@ BATCH_S = 0.020
 SLOW = 5.0
 """How many times that a slow one takes."""
 CHANCE = 0.1
-"""Of a slow step of the scenario "transient"."""
+"""Chance of a slow step in the scenario "transient"."""
 SCENARIOS = ("even", "persistent", "transient")
 LOOK_S = 1.0
 """While it trains, the newest values are evaluated this often; more would disturb the workers."""
@@ -43,7 +43,7 @@ AFTER_S = 1.5
 KEPT = 64
 """Snapshots that wait on a server."""
 POINTS = 40
-"""Of a curve; around the target every snapshot is evaluated."""
+"""Points of a curve; around the target every snapshot is evaluated."""
 MEET_S = 120.0
 
 
@@ -60,7 +60,8 @@ class Pace:
     seed: int
 
     def seconds(self, rank: int, workers: int, step: int, samples: int) -> float:
-        """Of one batch. Steps are drawn by (seed, rank, step): the same ones for every policy."""
+        """Seconds of one batch. Steps are drawn by (seed, rank, step): the same ones for every
+        policy."""
         slow = False
         if self.scenario == "persistent":
             slow = rank == workers - 1
@@ -109,7 +110,7 @@ class Course:
     workers: int
     servers: int
     steps: int
-    """Of each worker, at most."""
+    """Most steps of each worker."""
     lr: float
     target: float
     dynamic: bool = False

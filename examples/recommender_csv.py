@@ -153,8 +153,8 @@ def train(worker: ps.Worker, split: Split, options: argparse.Namespace) -> None:
 
 
 class Figures(NamedTuple):
-    """Of a ranking: the share of readers whose held-out book is among the first 10, and the mean of
-    1 / log2(1 + its rank) over all readers, 0 behind the first 10."""
+    """Figures of a ranking: the share of readers whose held-out book is among the first 10, and the
+    mean of 1 / log2(1 + its rank) over all readers, 0 behind the first 10."""
 
     hit_rate: float
     ndcg: float
@@ -180,7 +180,7 @@ def figures(split: Split, books: list[str], scores: np.ndarray) -> Figures:
 
 
 def by_model(split: Split, users: ps.Table, items: ps.Table) -> Figures:
-    """Of the rows of a table; books and readers are asked for by their strings."""
+    """Figures of the rows of a table; books and readers are asked for by their strings."""
     books = sorted(set(split.items))
     readers = users.pull([*split.held_out])
     rows = items.pull(books)
@@ -188,7 +188,7 @@ def by_model(split: Split, users: ps.Table, items: ps.Table) -> Figures:
 
 
 def by_popularity(split: Split) -> Figures:
-    """Of the number of readers, the same ranking for all."""
+    """Figures of a ranking by the number of readers, the same for all."""
     fame = Counter(split.items)
     books = sorted(fame)
     row = np.array([fame[book] for book in books], np.float32)

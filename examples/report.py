@@ -163,7 +163,7 @@ class Race:
 
 
 def race_headings(races: Sequence[Race]) -> tuple[str, ...]:
-    """Of the columns after the policy's name."""
+    """Headings of the columns after the policy's name."""
     target = f"{races[0].target:.0%}" if races else "the target"
     return (
         f"seconds to {target}",
@@ -189,7 +189,7 @@ def race_table(races: Sequence[Race]) -> Table:
 
 
 def race_rows(races: Sequence[Race]) -> list[str]:
-    """The same as lines of Markdown."""
+    """Rows of the races as lines of Markdown."""
     heads = ("policy", *race_headings(races))
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     return lines + [f"| `{one.label}` | " + " | ".join(one.cells()) + " |" for one in races]

@@ -58,7 +58,7 @@ def name_of(pid: int) -> str:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Of a process: its parent, and so on."""
+    """Ancestors of a process: its parent, and so on."""
     found = []
     while pid > 1:
         try:

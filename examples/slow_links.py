@@ -40,7 +40,7 @@ PORT = 5555
 LENGTH = 64
 """Characters in a piece of text."""
 HELD_OUT = 0.05
-"""Of the text, at its end."""
+"""Share of the text, at its end."""
 PIECES = 48
 """Held-out pieces in each evaluation."""
 OUTER = ps.SGD(lr=0.7, momentum=0.9, nesterov=True)
@@ -56,7 +56,7 @@ class Way(NamedTuple):
 
 
 def ways(every: int, workers: int) -> dict[str, Way]:
-    """By name; the first two are what the others are compared with."""
+    """Ways by name; the first two are what the others are compared with."""
     delayed = ps.DelayedNesterov(lr=0.7, momentum=0.9, pushes=workers)
     local = {"push": ps.Int4(), "pull": ps.BFloat16()}
     deltas = {"push": ps.Int4(), "pull": ps.Delta(ps.Int4())}

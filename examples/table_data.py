@@ -134,7 +134,7 @@ def numbered(keys: Int64s) -> tuple[Int64s, int]:
 # --- what is held out ----------------------------------------------------------------------------
 
 HELD_OUT = 0.1
-"""Of the samples, drawn at random."""
+"""Share of the samples, drawn at random."""
 
 
 class Split(NamedTuple):
@@ -144,7 +144,7 @@ class Split(NamedTuple):
     held_out: tuple[np.ndarray, ...]
 
     def numbered(self) -> tuple[Split, int]:
-        """The same with keys as numbers from 0, and how many there are: for `nn.Embedding`."""
+        """Split with keys as numbers from 0, and how many there are: for `nn.Embedding`."""
         (keys, *train), (others, *held_out) = self
         numbers, size = numbered(np.concatenate([keys, others]))
         keys, others = np.split(numbers, [len(keys)])
@@ -172,7 +172,7 @@ class Ratings(NamedTuple):
     keys: Int64s
     """A column for each of `RATING_FIELDS`, [n, 5]."""
     traits: Float32s
-    """Of user, film and hour, [n, 23]: see `read_movielens`."""
+    """Traits of user, film and hour, [n, 23]: see `read_movielens`."""
     stars: Float32s
     """1 to 5, [n]."""
 

@@ -37,8 +37,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """As in workers: a convolution's sums depend on the number of threads. And two test processes
-    share the cores: torch's threads would spin while they wait for these."""
+    """Use one thread, as workers do: a convolution's sums depend on the number of threads.
+
+    And two test processes share the cores: torch's threads would spin while they wait for these."""
     with contextlib.suppress(ImportError):
         import_module("torch").set_num_threads(1)
 

@@ -210,7 +210,7 @@ class Disk(Storage):
         return image
 
     def unsynced(self, done: int) -> list[int]:
-        """Of the first `done` operations, the changes that a crash may lose."""
+        """Changes of the first `done` operations that a crash may lose."""
         synced = dict[int, int]()
         for i, one in enumerate(self.log[:done]):
             if one.kind == "sync":

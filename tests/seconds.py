@@ -36,8 +36,8 @@ BUDGET_S: Mapping[str, float] = {
     "unit/rules": 150,
     "unit/transport": 60,
 }
-"""By folder, of those that cost more than 3 s: three times that, and more where kernels may be
-compiled first. A machine of half the speed stays within them."""
+"""Seconds by folder, of those that cost more than 3 s: three times that, and more where kernels may
+be compiled first. A machine of half the speed stays within them."""
 SLOWEST = 10
 """Files that are named for a folder that exceeds its budget."""
 

@@ -20,7 +20,7 @@ def each_case(
     *,
     ids: Iterable[str] | Callable[[Any], Any] | None = None,
 ) -> Callable[[Test], Test]:
-    """As `pytest.mark.parametrize`, with all cases in one test.
+    """Run all cases in one test, with the arguments of `pytest.mark.parametrize`.
 
     For cases of a few milliseconds. Every case runs, and each that fails is named in a note. Cases
     share their fixtures, but for `monkeypatch`, `tmp_path`, `capsys` and `caplog`, of which each
@@ -58,7 +58,7 @@ def each_case(
 def _rows(
     names: Sequence[str], cases: Iterable[Any], ids: Any
 ) -> Iterator[tuple[Callable[[], str], dict[str, Any]]]:
-    """Of each case what tells its name, and its values."""
+    """Yield the name and the values of each case."""
     texts = iter(()) if ids is None or callable(ids) else iter(ids)
     text_of = ids if callable(ids) else lambda value: None
     for case in cases:

@@ -21,7 +21,7 @@ USER = "ann:s3cret"
 
 
 class NoAnswer(Exception):
-    """As the library of a store raises it."""
+    """Error as the library of a store raises it."""
 
 
 class _Put(io.BytesIO):

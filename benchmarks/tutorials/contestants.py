@@ -45,7 +45,7 @@ class Load:
     mnist_steps: int = 400
     language_steps: int = 8
     sizes: tuple[int, int, int] = 10_000, 256, 512
-    """Of the language model: vocabulary, embedding, hidden."""
+    """Sizes of the language model: vocabulary, embedding, hidden."""
     words: int = 100_000
     length: int = 20
     pieces: int = 20
@@ -178,7 +178,7 @@ def _rate(spans: dict[int, Span], steps: int) -> float:
 
 
 def _logged_per_s(records: Sequence[Any]) -> float:
-    """By what the workers logged: steps after the first one of each, which is left out."""
+    """Steps a second by the workers' logs, without the first step of each."""
     first = {rank: min(r.time_s for r in records if r.rank == rank) for rank in range(WORKERS)}
     later = [record.time_s for record in records if record.time_s > first[record.rank]]
     return len(later) / (max(later) - min(first.values()))

@@ -97,7 +97,7 @@ def _only(found: Iterator[ast.stmt], name: str) -> ast.stmt:
 
 
 def _lines(node: ast.stmt) -> range:
-    """From the first decorator to the end."""
+    """Lines from the first decorator to the end."""
     decorators = node.decorator_list if isinstance(node, DEFINITIONS) else []
     first = min([node.lineno, *(one.lineno for one in decorators)])
     return range(first, (node.end_lineno or node.lineno) + 1)

@@ -79,7 +79,7 @@ def train_sync(server: Any, workers: Sequence[Any], steps: int) -> Weights:
 
 
 def train_async(server: Any, workers: Sequence[Any], steps: int) -> Weights:
-    """As many gradients, each applied when it comes; a worker goes on with the values after it."""
+    """Apply as many gradients, each when it arrives; a worker goes on with the values after it."""
     weights = server.weights.remote()
     pending = {worker.gradients.remote(weights): worker for worker in workers}
     for _ in range(steps * len(workers)):

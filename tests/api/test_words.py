@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "paramserve"
+REPOSITORY = Path(__file__).parents[2]
+SOURCE = REPOSITORY / "src" / "paramserve"
 ROOT = "."
 
 STORY = frozenset({"brought", "came", "gone", "hear", "heard", "said", "say", "told", "went"})
@@ -80,6 +81,13 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
                         yield statement.lineno, text
 
 
+def modules() -> Iterator[tuple[str, str]]:
+    """Path and text of each module of paramserve and of the distributions beside it."""
+    for folder in (SOURCE, *REPOSITORY.glob("packages/*/src")):
+        for path in sorted(folder.rglob("*.py")):
+            yield str(path.relative_to(REPOSITORY)), path.read_text()
+
+
 @functools.cache
 def participles() -> dict[str, list[tuple[str, str]]]:
     """By folder, the place and the word of each name that is a bare participle."""
@@ -107,19 +115,19 @@ def test_folder_has_no_more_participles_as_names_than_its_budget() -> None:
 
 def test_first_line_of_a_docstring_stands_alone() -> None:
     places = [
-        f"{path.relative_to(SOURCE)}:{line} {text.strip().splitlines()[0]}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for line, text in docstrings(ast.parse(path.read_text()))
-        if text.lstrip().startswith(LEANING)
+        f"{path}:{line} {doc.strip().splitlines()[0]}"
+        for path, text in modules()
+        for line, doc in docstrings(ast.parse(text))
+        if doc.lstrip().startswith(LEANING)
     ]
     assert not places, "say what it is or does:\n" + "\n".join(places)
 
 
 def test_text_names_the_actor_and_the_standard_verb() -> None:
     places = [
-        f"{path.relative_to(SOURCE)}:{number} {match[0]}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        f"{path}:{number} {match[0]}"
+        for path, text in modules()
+        for number, line in enumerate(text.splitlines(), 1)
         for match in PERSONS.finditer(line)
     ]
     assert not places, "name the shard, the client, the rank: " + ", ".join(places)

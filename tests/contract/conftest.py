@@ -70,7 +70,7 @@ def cluster(make_cluster: MakeCluster, layout: tuple[str, int]) -> RoleCluster:
 
 @pytest.fixture(params=["unix", "tcp"])
 def remote(request: pytest.FixtureRequest, make_cluster: MakeCluster, shards: int) -> RoleCluster:
-    """As `cluster`, where a server can stand still: over sockets."""
+    """Cluster whose servers can stand still: over sockets; see `cluster`."""
     return make_cluster(request.param, servers=shards)
 
 

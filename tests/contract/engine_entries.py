@@ -76,7 +76,7 @@ def pause(boot: Bootstrap) -> None:
 
 
 def serve(boot: Bootstrap) -> None:
-    """As roles do it: end when a callback says so."""
+    """Serve until a callback says to end, as roles do."""
     stopped = threading.Event()
     boot.on_stop(stopped.set)
     boot.report("up", str(os.getpid()).encode())

@@ -107,7 +107,7 @@ class Side:
         ]
 
     def set_gradients(self, seed: int, without: set[str], shift: float = 0.0) -> None:
-        """As a forward and a backward pass would: the buffer changes too."""
+        """Set gradients as a forward and a backward pass would: the buffer changes too."""
         self.model.seen.add_(1)
         for name, param in self.params.items():
             if name in without or not param.requires_grad:

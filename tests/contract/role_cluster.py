@@ -111,7 +111,7 @@ class Server:
         self.stopped = False
 
     def stop(self) -> None:
-        """As if its process had died. To be called on the loop of the servers."""
+        """Stop as if its process had died. To be called on the loop of the servers."""
         if not self.stopped:
             self.stopped = True
             self.role.close()
@@ -302,7 +302,7 @@ class RoleCluster:
         return self._as_driver(AskCheckpoint(0, WAIT_S), Checkpointed)
 
     def scale(self, workers: int) -> None:
-        """As `Job.scale` tells the coordinator."""
+        """Change the number of workers, as `Job.scale` tells the coordinator."""
         self._as_driver(Scale(0, workers), Ok)
 
     def _as_driver(self, message: Any, answer: type[Any]) -> Any:

@@ -49,9 +49,9 @@ class Counted(NamedTuple):
     """The calls of one step."""
 
     client: Counter[str]
-    """Of the step with the fewest: one whose wait was not cut into slices."""
+    """Calls of the step with the fewest: one whose wait was not cut into slices."""
     server: float
-    """Of the servers together, on average."""
+    """Calls of the servers together, on average."""
 
 
 def counted(

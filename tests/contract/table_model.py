@@ -44,12 +44,12 @@ def splitmix64(key: int) -> int:
 
 
 def server_of(key: int, servers: int) -> int:
-    """By the low half of the hash."""
+    """Server of a key, by the low half of the hash."""
     return splitmix64(key) % 2**32 * servers >> 32
 
 
 def initial(init: Any, seed: int, name: str, key: int, dim: int) -> Floats:
-    """By (seed, table, key) only; near enough to tell keys and streams apart."""
+    """Initial row by (seed, table, key) only; near enough to tell keys and streams apart."""
     stream = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
     state = splitmix64(splitmix64(stream ^ splitmix64(key)) ^ 0x696E697469616C31)
     values = []

@@ -34,7 +34,7 @@ CACHES = {"__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypoth
 CACHE_ENDINGS = {".pyc", ".nbc", ".nbi"}
 MINUTES_10 = 600.0
 TESTS_FROM_SDIST = ("tests/api", "tests/deploy", "-m", "not slow")
-"""Those that read the most files beside the sources."""
+"""Tests that read the most files beside the sources."""
 
 
 class Wrong(Exception):
@@ -140,7 +140,7 @@ def held_by_sdist(sdist: Path) -> set[str]:
 
 
 def caches(names: Iterable[str]) -> list[str]:
-    """Those that some run has left behind."""
+    """Files that some run has left behind."""
     paths = map(PurePosixPath, names)
     left = (p for p in paths if CACHES.intersection(p.parts) or p.suffix in CACHE_ENDINGS)
     return sorted(map(str, left))

@@ -32,7 +32,7 @@ from paramserve.transport.control import ControlLink
 GOES_ON_S = 60.0
 """How long a run may take to show, after a disturbance, that it goes on; machines may be slow."""
 STARTS_WITHIN_S = 150.0
-"""The same from the start of the driver until each worker has taken steps."""
+"""Seconds from the start of the driver until each worker has taken steps."""
 STEPS_BETWEEN = 2
 """Answered additions of each worker that show it."""
 SILENT_CONNECTIONS = 100
@@ -46,7 +46,7 @@ PIDFD_GETFD = 438
 """Number of the system call, on every architecture. Source: pidfd_getfd(2)."""
 
 MARKER = "PARAMSERVE_NEMESIS_RUN"
-"""Of the environment of all processes of one run."""
+"""Name in the environment of all processes of one run."""
 
 INNER = ("reset", "silent", "flood")
 """What may happen while processes are stopped."""

@@ -26,10 +26,10 @@ import paramserve as ps
 SENT, ANSWERED, TO_LOG, LOGGED, STOP = range(5)
 """Columns of the board; the rows are ranks."""
 WIDTH = 513
-"""Of a row: no multiple of what a server works on at once."""
+"""Width of a row: no multiple of what a server works on at once."""
 NAMES_PER_RECORD = 100
 STEP_S = 0.005
-"""Of a worker between two steps: a run that is disturbed need not take all cores."""
+"""Seconds of a worker between two steps: a disturbed run need not take all cores."""
 POLICIES = {
     "async": ps.Async(),
     "sync": ps.Sync(reduce="sum"),
@@ -57,7 +57,7 @@ class Outcome(msgspec.Struct, frozen=True):
     values: list[list[float]] | None = None
     """What each worker's row holds, smallest and largest; None: it is not known."""
     failures: dict[str, str] = {}
-    """Of workers without which the run went on, by rank."""
+    """Failures of workers without which the run went on, by rank."""
     restarts: int = 0
     records: int = 0
     """Log records that were kept or counted as dropped."""

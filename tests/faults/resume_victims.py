@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def digest(*parts: Any) -> str:
-    """Of tensors and numbers, bit by bit."""
+    """Digest of tensors and numbers, bit by bit."""
     found = hashlib.sha256()
     for part in parts:
         for name, value in part.items():

@@ -102,7 +102,8 @@ def train_all(worker: Any) -> None:
 
 
 def train_from_loader(worker: Any) -> list[float]:
-    """As a user writes it: values and batches come from the run's seed. Returns the losses."""
+    """Train as a user writes it: values and batches are drawn from the run's seed. Returns the
+    losses."""
     model = ConvNet(int(torch.randint(1 << 30, ())))
     optimizer = worker.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     losses = []

@@ -119,7 +119,7 @@ class SimulatedCuts(SimulatedCluster):
         return row.pushes if whole else (-1,) * len(row.pushes)
 
     def check(self) -> None:
-        """As `SimulatedCluster.check`, and that each cut is whole."""
+        """Check as `SimulatedCluster.check`, and that each cut is whole."""
         super().check()
         wrong = [text for cut in self.cuts for text in self._wrong(cut)]
         if wrong:

@@ -125,9 +125,9 @@ class SimulatedFlushedResumes(SimulatedResumes):
         return tensors
 
     def check(self) -> None:
-        """As `SimulatedResumes.check`; and what shards hold is the sum of the gradients that they
-        have applied, less what those left out. In a checkpoint nothing is left out of a rank that
-        is not told."""
+        """Check as `SimulatedResumes.check`; and that shards hold the sum of the gradients that
+        they have applied, less what those left out. In a checkpoint nothing is left out of a rank
+        that is not told."""
         super().check()
         for client in self.clients:
             encoder = encoder_of(client)

@@ -708,10 +708,10 @@ GROUPS: tuple[Plant, ...] = (
     own_clock_of_a_group_that_follows,
     call_that_broke_between_its_frames_goes_on,
 )
-"""Of two groups in Sync."""
+"""Plants for two groups in Sync."""
 GROUPS_WITH_A_BOUND: tuple[tuple[Plant, Policy], ...] = (
     (follower_begins_at_the_slowest_clock, BoundedStaleness(0)),
     (every_step_of_a_rank_that_is_ahead_ends_a_clock, BoundedStaleness(0)),
     (every_step_of_a_rank_that_is_ahead_ends_a_clock, Sync(reduce="sum")),
 )
-"""Of two groups, of which the second one has a bound of 0; and the first one's policy."""
+"""Plants for two groups, the second with a bound of 0; and the first one's policy."""

@@ -91,7 +91,7 @@ def end_of_the_older_connection_ends_the_newer(
 
 
 def only_the_first_of_several_notices(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Of memberships that were read together, the oldest stands."""
+    """Apply only the oldest of several memberships that were read together."""
     take = ServerRole.take_notices
 
     def oldest(self: ServerRole, notices: list[Members]) -> None:

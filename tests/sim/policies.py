@@ -59,7 +59,7 @@ TABLE_POLICIES: dict[str, Policy] = {
     "bounded-0": BoundedStaleness(0),
     "bounded-1": BoundedStaleness(1),
 }
-"""Those under which the simulated tables are trained: none of them multiplies a gradient."""
+"""Policies under which the simulated tables are trained: none of them multiplies a gradient."""
 
 OWN_STEPS: dict[str, LocalSteps | AsyncLocalSteps] = {
     "local": LocalSteps(2),
@@ -71,7 +71,7 @@ OWN_STEPS: dict[str, LocalSteps | AsyncLocalSteps] = {
     "async": AsyncLocalSteps(3, DelayedNesterov(pushes=3)),
     "async-drop": AsyncLocalSteps(2, DelayedNesterov(pushes=2, activation=0.25), drop_after=2),
 }
-"""Those of clusters whose workers make own steps (`workloads/local_steps.py`)."""
+"""Policies of clusters whose workers make own steps (`workloads/local_steps.py`)."""
 
 POLICIES: dict[str, Policy] = {
     "sync": Sync(reduce="sum"),

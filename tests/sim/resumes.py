@@ -86,13 +86,13 @@ class SimulatedResumes(SimulatedCluster):
         self.ahead: set[tuple[str, int]] = set()
         self._begun = self._taken = 0
         self.times: dict[str, Times] = {}
-        """By checkpoint."""
+        """Times by checkpoint."""
         self.committed: list[str] = []
-        """Those that the servers were told of as committed."""
+        """Checkpoints that were reported to the servers as committed."""
         self.failed = 0
         """How many failed."""
         self.calls_before = 0
-        """Of the disk, before the first checkpoint."""
+        """Calls of the disk before the first checkpoint."""
         super().__init__(*arguments, **options)
         self._watch(self.coordinator.coordination)
         self._dice = Random(f"resume {self.seed}")
@@ -318,7 +318,7 @@ class BatchScript(WorkerScript):
 
 
 class SimulatedBatchResumes(SimulatedResumes):
-    """As `SimulatedResumes`, with workers that make a batch again if a part of it is lost."""
+    """Resumes with workers that make a batch again if a part of it is lost."""
 
     worker_script = BatchScript
 
@@ -347,7 +347,7 @@ class SimulatedBatchResumes(SimulatedResumes):
             raise Violation(f"{len(wrong)} findings:\n{shown}\nagain: {self.again}")
 
     def _batches(self, group: str, place: Part) -> dict[int, Counter[int]]:
-        """By rank, how often each batch is in the values of a part."""
+        """Count of each batch in the values of a part, by rank."""
         history = self.histories[group]
         row = history.final[place]
         found: dict[int, Counter[int]] = defaultdict(Counter)
@@ -367,7 +367,7 @@ class SampleScript(LeasingScript):
 
 
 class SimulatedSampleResumes(SimulatedResumes):
-    """As `SimulatedBatchResumes`, with samples that the workers share by lease."""
+    """Resumes with samples that the workers share by lease."""
 
     worker_script = SampleScript
 

@@ -24,7 +24,7 @@ from paramserve_testing import SimulatedCluster
 from paramserve_testing.simulated import RESEND_S
 
 RATE = 0.2
-"""Of events after which a shard that has nothing under way gets a twin."""
+"""Share of events after which a shard that has nothing under way gets a twin."""
 
 
 class Differs(AssertionError):

@@ -23,7 +23,7 @@ from paramserve_testing.simulated import REST_S, SAFETY_S, SimulatedCluster, rer
 VISITORS = 12
 CALLS_MAX = 3
 HASTY_RATE = 0.5
-"""Of visitors: those that wait for no answer to their last call."""
+"""Share of visitors that wait for no answer to their last call."""
 LAST_CUTS = 2
 """Taken when no shard has a session of any client: in the first one the shards agree about those
 that have ended, and the second one names none."""
@@ -90,8 +90,8 @@ class SimulatedVisits(SimulatedCuts):
             self.clock.stop()
 
     def check(self) -> None:
-        """As `SimulatedCuts.check`, and that no client is named in cuts for good; where no message
-        is lost, that no cut was given up, and that none has a client in part."""
+        """Check as `SimulatedCuts.check`, and that no client is named in cuts for good; where no
+        message is lost, that no cut was given up, and that none has a client in part."""
         super().check()
         named = sorted({client for part in self.cuts[-1].parts for client in part.clients})
         if named:

@@ -24,7 +24,7 @@ DELTAS: tuple[Callable[[], Codec], ...] = (
     lambda: TopK(0.1) | Int4(8),
 )
 FORGETS = 0.03
-"""Of answers, how many come from a stream that was begun anew, as after a restart."""
+"""Share of answers from a stream that was begun anew, as after a restart."""
 
 
 def drawn(random: Random) -> Delta:

@@ -63,7 +63,7 @@ CODECS: tuple[Callable[..., Codec], ...] = (
 STREAMS = 1 << 20
 """Ids of delta streams of one attempt to define a block."""
 LARGEST = 8
-"""Of a gradient's elements, which are whole numbers."""
+"""Largest of a gradient's elements, which are whole numbers."""
 ROUNDING = 1e-6
 """How far a sum may be off for each gradient in it, in parts of `LARGEST`: ten times what float32
 rounds. A residual that is lost or counted twice is off by far more: the finest codec leaves out up

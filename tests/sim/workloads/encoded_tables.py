@@ -42,7 +42,7 @@ ROUNDED = 3 * BLOCK
 PUSHES: tuple[Codec, ...] = (BFloat16(), Float16(), Int8(BLOCK), Int4(BLOCK), Sign(BLOCK))
 PULLS: tuple[Codec, ...] = PUSHES
 PUSHES_MAX = 10
-"""Of one writer: float16 holds sums of their powers of two."""
+"""Most pushes of one writer: float16 holds sums of their powers of two."""
 OFF_MAX = 1e-3
 """How far a number that was encoded may be off, in parts of itself and of 1."""
 
@@ -100,7 +100,7 @@ class EncodedRows(Parameters):
         self._rows, self._form = rows, form
         self.encoded: dict[tuple[int, int, int], Floats] = {}
         self._encoders: dict[int, RowEncoder] = {}
-        """By writer."""
+        """Encoder of each writer."""
 
     def prepare(self) -> None:
         load_codecs()
@@ -132,7 +132,7 @@ class EncodedRows(Parameters):
         return made
 
     def _asked(self, client: SimulatedClient, pull: RowPull, step: GroupStep) -> RowPull:
-        """The same read, of rows as they are where rounded ones would not tell, and sometimes."""
+        """Ask for rows as they are where rounded ones would not tell, and sometimes."""
         exact = not self._form.reads_tell or client.cluster.random.random() < 0.3
         if not exact:
             return pull

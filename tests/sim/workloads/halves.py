@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 Exact = npt.NDArray[np.float64]
 
 LARGEST = 127
-"""Of the whole numbers that gradients are made of: a bfloat16's mantissa holds each."""
+"""Largest of the whole numbers in gradients: a bfloat16's mantissa holds each."""
 SMALLEST_EXPONENT = -9
 """They are multiplied by powers of two from this to 0. Sums of 2**8 have up to 24 bits, which
 float32 holds, and most have more than 16 bits can."""

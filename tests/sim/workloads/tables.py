@@ -44,9 +44,9 @@ NAME = "users"
 KEYS = np.array([0, -1, 2**63 - 1, -(2**63), 3, 4, 5, 6, 7], np.int64)
 """Each of up to three shards holds some."""
 PUSHES_MAX = 24
-"""Of one writer: sums of their powers of two are exact in float32."""
+"""Most pushes of one writer: sums of their powers of two are exact in float32."""
 SOME = 0.4
-"""Of the calls take only some keys."""
+"""Share of the calls that take only some keys."""
 DELETES = 0.2
 """Before so many of a client's calls it deletes rows, where it does."""
 
@@ -136,9 +136,9 @@ class Rows(Parameters):
         options = TableOptions(Zeros()) if options is None else options
         self.table = TableSpec(form.dim, "float32", 0, options.to_spec())
         self._chances: dict[int, Random] = {}
-        """By writer: whether it deletes rows, and which."""
+        """Draws by writer: whether it deletes rows, and which."""
         self._deleted: dict[int, frozenset[int]] = {}
-        """By writer, numbers of the keys that it is about to delete."""
+        """Numbers, by writer, of the keys that it is about to delete."""
 
     def prepare(self) -> None:
         load_table(self.rule, row_layout(self.rule, self.form.dim, "float32"))

@@ -138,7 +138,7 @@ class StepsCounting(Parameters):
         self.values = fragments * size
         self._policy = policy
         self._behind: dict[tuple[int, int], int] = {}
-        """By writer and block: own steps behind the next exchange."""
+        """Own steps behind the next exchange, by writer and block."""
 
     def prepare(self) -> None:
         load_codecs()
@@ -248,7 +248,7 @@ class SimulatedWork(SimulatedCluster):
         self.policy = policy
         self.deaths = 0
         self._lives: dict[int, tuple[float, float]] = {}
-        """By writer: when it began, and when it ended."""
+        """Begin and end of each writer."""
         model = StepsCounting(policy, self.work.servers)
         self._chance = Random(f"deaths {seed}")
         scenario = Scenario(
@@ -343,7 +343,7 @@ class SimulatedWork(SimulatedCluster):
         )
 
     def _reached(self) -> Array:
-        """By writer: own steps whose change the servers hold."""
+        """Own steps, by writer, whose change the servers hold."""
         found, values = np.zeros(WRITERS_MAX), 0
         for server in self.servers:
             for block in server.shard.blocks.values():

@@ -71,9 +71,9 @@ class Puppets:
         self.now = 0.0
         self.clock = 0
         self.marks: tuple[tuple[int, int, int], ...] = ()
-        """Of the next cut."""
+        """Marks of the next cut."""
         self.blocks: tuple[int, ...] = (0,)
-        """Of it."""
+        """Blocks of the next cut."""
         self.told: list[tuple[int, ServerNotice]] = []
         self.replies: list[tuple[int, Any]] = []
         self.answers: dict[type[ServerNotice], Callable[[int, Any], None]] = {}

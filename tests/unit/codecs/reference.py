@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def bfloat16(values: Floats) -> bytes:
-    """By whole numbers: the nearest multiple of 2**16, the even one of two."""
+    """Round by whole numbers: the nearest multiple of 2**16, the even one of two."""
     found = []
     for value in values:
         (bits,) = struct.unpack("<I", struct.pack("<f", value))

@@ -34,11 +34,11 @@ class Pushed(NamedTuple):
     weight: float = 1.0
     """Samples behind it."""
     clock: int = 0
-    """Of the worker: for `synchronous` only."""
+    """Clock of the worker: for `synchronous` only."""
 
 
 class Live(NamedTuple):
-    """From here on, so many workers are there."""
+    """Event from which on so many workers are there."""
 
     workers: int
 
