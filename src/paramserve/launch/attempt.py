@@ -1,6 +1,6 @@
 """One start of a run's processes, and the clients of it in this process.
 
-What becomes of the processes is decided in `life.py`, and done by `supervisor.py`, which owns it.
+The fate of the processes is decided in `life.py`, and done by `supervisor.py`, which owns it.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ class Recovery:
         self._source = source
         self._required = required
         self._refused: dict[tuple[str, int], ParamServeError] = {}
-        """By folder and number: those that are damaged."""
+        """Why a checkpoint is damaged, by folder and number."""
         self._written = self._failed = 0
-        """By processes that went before."""
+        """Counts of processes that have ended."""
         if source is not None:
             self.resume_point = self._first(*source)
 

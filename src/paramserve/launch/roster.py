@@ -163,7 +163,7 @@ class Roster:
         """Ranks that are wanted again when their present process has ended."""
         self._before_scale = (workers, self.entries)
         self._standings: dict[Key, tuple[str, int]] = {}
-        """Of workers that are processes of others: state and incarnation for the coordinator."""
+        """State and incarnation, for the coordinator, of workers that other processes start."""
 
     @property
     def serving(self) -> bool:
@@ -172,7 +172,7 @@ class Roster:
 
     @property
     def readable(self) -> bool:
-        """Whether they are, and none of them has fallen."""
+        """Whether coordinator and servers are ready, and none of them has fallen."""
         return self.serving and all(e.fell_at is None for e in self._of("coordinator", "server"))
 
     def workers(self) -> list[Entry]:
@@ -180,7 +180,7 @@ class Roster:
 
     @property
     def running(self) -> list[Entry]:
-        """Those whose processes have been started and have not ended, in the order of their
+        """Entries whose processes have been started and have not ended, in the order of their
         start."""
         return [e for e in self.entries.values() if e.launched and e.status is None]
 

@@ -77,7 +77,7 @@ QUICK_TICK_S = 0.005
 """Seconds between two looks while it waits for something that is no event of a process."""
 LAST_STATUS_S = 0.5
 LAST_BEATS_S = 0.1
-"""The same for a coordinator that lives, whose servers do not."""
+"""How long the last status is waited for where the coordinator lives and its servers do not."""
 PREPARE_S = 2.0
 """How long each attempt to connect may take that nothing waits for yet."""
 PREPARE_END_S = 10.0

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 PUSHES_MAX = 52
-"""Of one writer: sums of their powers of two are exact in float64."""
+"""Most pushes of one writer: sums of their powers of two are exact in float64."""
 SERVERS_MAX = 3
 """In clusters whose wide tensors are split over all shards."""
 SPLIT_BYTES = SERVERS_MAX * PIECE_BYTES_MIN
