@@ -37,6 +37,7 @@ from paramserve.logs import event, hide
 from paramserve.messages import (
     COORDINATOR_ROLES,
     AskDebug,
+    CheckpointReport,
     CoordinatorNotice,
     CoordinatorRequest,
     DebugReport,
@@ -105,6 +106,8 @@ class CoordinatorRole:
         """Called when a server that had registered is lost."""
         self.on_server_ends: Callable[[int], None] = lambda shard: None
         """Called when a server that had registered was told to end: its shard."""
+        self.on_checkpoint: Callable[[CheckpointReport], None] = lambda report: None
+        """Called when a checkpoint is over."""
         self.on_members: Callable[[Members], None] = lambda members: None
         """Called with every change of the membership."""
         self._closed = False
@@ -213,6 +216,7 @@ class CoordinatorRole:
             self._connections[number].send(encode(notice))
         for each in decided.checkpoints:
             self.log.on_checkpoint(each)
+            self.on_checkpoint(each)
         for work in decided.work:
             self._to_do.append(work)
             if len(self._to_do) == 1 and not self._closed:  # else the loop takes no jobs any more

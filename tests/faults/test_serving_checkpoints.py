@@ -166,8 +166,28 @@ def test_folder_is_refused_before_anything_listens(servers: Servers, tmp_path: P
         ps.serve("127.0.0.1:0", token_file=servers.token, checkpoint=tmp_path)
     with pytest.raises(ValueError, match="told to the first server"):
         ps.serve("127.0.0.1:0", token_file=servers.token, join="x:1", checkpoint=tmp_path)
+    resumes = ps.Checkpoint(tmp_path / "runs", on_server_death="resume")
+    with pytest.raises(ValueError, match=r'on_server_death="resume" .* is for ps\.run and ps\.st'):
+        ps.serve("127.0.0.1:0", token_file=servers.token, checkpoint=resumes)
+    assert not (tmp_path / "runs").exists()
     options = ["serve", "--bind", "127.0.0.1:0", "--token-file", servers.token]
     assert main([*options, "--checkpoint-every", "5"]) == 2
+
+
+def test_cluster_that_is_strict_ends_where_a_checkpoint_cannot_be_written(
+    servers: Servers, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    one, address = servers.serve(workers=1, checkpoint=str(runs), every_s=EVERY_S, strict=True)
+    why = "a checkpoint was not written"
+    with pytest.raises(ServerGone, match=why), connect(servers, address) as worker:  # noqa: PT012
+        worker.client.define({"w": np.zeros(4)}, rule=ps.Add(), group="model")
+        push(worker, 1)
+        runs.rename(tmp_path / "away")
+        runs.touch()
+        kind, text = one.error(WAIT_S)
+        push(worker, 1)
+    assert (kind, why in text) == ("CheckpointError", True)
 
 
 @pytest.mark.parametrize("order", ["first first", "second first", "second only"])

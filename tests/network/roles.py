@@ -61,11 +61,12 @@ def server(
     rules: bool = False,
     checkpoint: str | None = None,
     every_s: float | None = None,
+    strict: bool = False,
     **options: Any,
 ) -> None:
     """`ps.serve` until it is told to end. `rules`: with `Doubled`."""
     if checkpoint is not None:
-        options["checkpoint"] = ps.Checkpoint(checkpoint, every_s=every_s)
+        options["checkpoint"] = ps.Checkpoint(checkpoint, every_s=every_s, strict=strict)
     ps.serve(
         bind,
         token_file=token,

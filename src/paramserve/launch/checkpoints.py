@@ -92,7 +92,8 @@ class Checkpoint:
             not, it trains on: the live view and the result tell of it, and the next one is tried.
         on_server_death: "resume": when a server or the coordinator ends, the run goes on from its
             newest checkpoint by itself, and `Result.rollbacks` tells of it; "stop": the run ends
-            with the error. Of `run` and `start`: servers of `serve` are started again by others.
+            with the error. None: "resume" of `run` and `start`, and "stop" of `serve`, which takes
+            nothing else: others start its servers again, and they begin with the newest checkpoint.
         load_state: what the models of `worker.optimizer` start from instead of their own values: a
             state dict, the path of one that `torch.save` wrote, or a `Result`. It is for the first
             optimizer; a result, or a dict of state dicts, goes by the optimizers' names. Keys and
@@ -114,7 +115,7 @@ class Checkpoint:
     every_steps: int | None = None
     keep: int = 3
     strict: bool = False
-    on_server_death: OnServerDeath = "resume"
+    on_server_death: OnServerDeath | None = None
     load_state: ModelSource | None = field(default=None, repr=False)
     load_tables: RowSource | None = None
     save_tables: Path | None = None
@@ -129,9 +130,9 @@ class Checkpoint:
         check_count("keep of Checkpoint", self.keep)
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict of Checkpoint must be True or False, not {self.strict!r}")
-        if self.on_server_death not in ("resume", "stop"):
+        if self.on_server_death not in ("resume", "stop", None):
             raise ValueError(
-                'on_server_death of Checkpoint must be "resume" or "stop", not '
+                'on_server_death of Checkpoint must be "resume", "stop" or None, not '
                 f"{self.on_server_death!r}"
             )
         if self.path is None:
@@ -160,6 +161,12 @@ def as_checkpoint(option: Checkpoint | Path | None) -> Checkpoint | None:
 def check_served(option: Checkpoint | Path | None) -> None:
     """For `serve`. Raises `ValueError` for fields that only `run` and `start` follow."""
     if isinstance(option, Checkpoint):
+        if option.on_server_death == "resume":
+            raise ValueError(
+                'on_server_death="resume" of Checkpoint is for ps.run and ps.start, which start '
+                "servers again by themselves: leave it out. A cluster of ps.serve ends with a "
+                "server that ends; start it again, and it begins with its newest checkpoint"
+            )
         for name in OF_VALUES:
             if getattr(option, name) is not None:
                 raise ValueError(
@@ -225,7 +232,7 @@ class Recovery:
     @property
     def resumes(self) -> bool:
         """Whether it goes on from one when a server or the coordinator has ended."""
-        return self.settings is not None and self.settings.on_server_death == "resume"
+        return self.settings is not None and self.settings.on_server_death != "stop"
 
     @property
     def strict(self) -> bool:

@@ -70,6 +70,7 @@ from paramserve.launch.entries import COORDINATOR, Entry, Key, process_failure
 from paramserve.launch.life import (
     Abandon,
     Breakdown,
+    CheckpointFailed,
     Close,
     Collect,
     Collected,
@@ -93,6 +94,7 @@ from paramserve.messages import (
     COORDINATOR_ROLES,
     AskCheckpoint,
     Checkpointed,
+    CheckpointReport,
     Enlist,
     Enlisted,
     Hello,
@@ -208,6 +210,7 @@ class _ServedProcess:
             timeout_s=settings.timeout_s if settings.timeout_s else None,
             collects=recovery is not None or not first,
             resumes=False if recovery is not None else None,
+            strict=recovery is not None and recovery.strict,
             checkpoint=point.path if point is not None else "",
             errors=Errors(self._process_lost, self._all_died, self._took_too_long),
         )
@@ -267,6 +270,10 @@ class _ServedProcess:
             )
         )
 
+    def _on_checkpoint(self, report: CheckpointReport) -> None:
+        if report.failed:
+            self.happen(CheckpointFailed(report.why))
+
     async def _follow(self, role: ServerRole) -> None:
         """Tell when the coordinator is gone, and whether that is an end in order."""
         await role.ended.wait()
@@ -285,6 +292,7 @@ class _ServedProcess:
             self.coordinator.on_server_lost = self._look
             self.coordinator.on_members = lambda members: self._look()
             self.coordinator.on_server_ends = self._server_ends
+            self.coordinator.on_checkpoint = self._on_checkpoint
             both = _SharedPort(self.coordinator)
             listeners = await self._listen("c", both)
             coordinator = tuple(each.address for each in listeners)
