@@ -56,6 +56,7 @@ from paramserve.errors import (
     WorkerFailed,
     shown,
 )
+from paramserve.launch import life
 from paramserve.launch.checkpoints import (
     Checkpoint,
     Path,
@@ -67,24 +68,7 @@ from paramserve.launch.checkpoints import (
 from paramserve.launch.cluster_status import ClusterStatus
 from paramserve.launch.connect import full_address
 from paramserve.launch.entries import COORDINATOR, Entry, Key, process_failure
-from paramserve.launch.life import (
-    Abandon,
-    Breakdown,
-    CheckpointFailed,
-    Close,
-    Collect,
-    Collected,
-    Done,
-    Event,
-    Life,
-    Report,
-    Request,
-    Select,
-    Silence,
-    Standing,
-    Stop,
-    Terms,
-)
+from paramserve.launch.life import Life, Terms
 from paramserve.launch.option_names import by_name
 from paramserve.launch.packing import checked
 from paramserve.launch.roster import Errors
@@ -217,16 +201,16 @@ class _ServedProcess:
 
     # --- its life -------------------------------------------------------------------------------
 
-    def happen(self, *events: Event) -> None:
+    def happen(self, *events: life.Event) -> None:
         """Have it decided what these events mean, and do that."""
         for effect in self.life.step(events, self._loop.time()):
             match effect:
-                case Select(cause, damaged):
+                case life.Select(cause, damaged):
                     assert self.settings.recovery is not None
                     self.happen(self.settings.recovery.select(cause, damaged))
-                case Collect():
+                case life.Collect():
                     self._begin(self._collect())
-                case Close():
+                case life.Close():
                     self.over.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -237,7 +221,7 @@ class _ServedProcess:
         """It is told to end; told twice, it ends at once."""
         if self._signalled and number == signal.SIGHUP:
             return  # kernel and shell both send it when a terminal is lost
-        self.happen(Abandon() if self._signalled else Stop())
+        self.happen(life.Abandon() if self._signalled else life.Stop())
         self._signalled = True
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -250,17 +234,17 @@ class _ServedProcess:
         coordinator = self.coordinator
         assert coordinator is not None
         membership = coordinator.membership
-        events: list[Event] = []
+        events: list[life.Event] = []
         for shard, server in membership.servers.items():
             key = Key("server", shard)
-            events.append(Silence(key) if server.lost else Report(key, "ready", b""))
+            events.append(life.Silence(key) if server.lost else life.Report(key, "ready", b""))
         if self.settings.until_done:
-            events.append(Standing(tuple(membership.members.values()), membership.workers))
+            events.append(life.Standing(tuple(membership.members.values()), membership.workers))
         self.happen(*events)
 
     def _server_ends(self, shard: int) -> None:
         self.happen(
-            Request(
+            life.Request(
                 ServerGone(
                     f"the server of shard {shard} was told to end (SIGTERM or Ctrl-C), and the "
                     "cluster ends with it",
@@ -272,15 +256,17 @@ class _ServedProcess:
 
     def _on_checkpoint(self, report: CheckpointReport) -> None:
         if report.failed:
-            self.happen(CheckpointFailed(report.why))
+            self.happen(life.CheckpointFailed(report.why))
 
     async def _follow(self, role: ServerRole) -> None:
         """Tell when the coordinator is gone, and whether that is an end in order."""
         await role.ended.wait()
         if self.life.state == "finishing":
-            self.happen(Collected())  # it has written what there was, and this one waited for that
+            self.happen(
+                life.Collected()
+            )  # it has written what there was, for which this one waited
         else:
-            self.happen(Done() if self._saw_all_leave() else Silence(COORDINATOR))
+            self.happen(life.Done() if self._saw_all_leave() else life.Silence(COORDINATOR))
 
     async def start(self) -> None:
         """Listen, become a member, be ready."""
@@ -315,7 +301,7 @@ class _ServedProcess:
         self.addresses = tuple(each.address for each in listeners)
         await register(self.role, control, self.addresses)
         self._log_serving(enlisted)
-        self.happen(Report(COORDINATOR, "ready", b""))
+        self.happen(life.Report(COORDINATOR, "ready", b""))
         if self.coordinator is not None:
             self._report()
             self._begin(self._tell_missing(self.coordinator))
@@ -360,7 +346,7 @@ class _ServedProcess:
             failed = Failure(
                 type(damage).__name__, str(damage), "", damage.failed, damage.fix, "no"
             )
-            self.happen(Report(Key("server", 0), "failed", msgspec.msgpack.encode(failed)))
+            self.happen(life.Report(Key("server", 0), "failed", msgspec.msgpack.encode(failed)))
             if self.life.ending:
                 await asyncio.Event().wait()  # until this start is cancelled
         where = shown(recovery.folder)
@@ -384,7 +370,7 @@ class _ServedProcess:
                 error = type(failed)(words, applied=failed.applied, fix=failed.fix)
                 if self.life.failure is not None:
                     logger.warning("%s", words, extra=event("checkpoint-failed"))
-        self.happen(Collected(error))
+        self.happen(life.Collected(error))
 
     def _ask_checkpoint(self) -> None:
         settings = self.settings
@@ -808,7 +794,7 @@ async def _serve(settings: Settings, ready: Callable[[str], None] | None) -> Non
                 if ready is not None:
                     ready(running.addresses[-1].removeprefix("tcp:"))
             except Exception as error:
-                running.happen(Breakdown(error))
+                running.happen(life.Breakdown(error))
         await over
         await running.tell_end()
     finally:

@@ -24,43 +24,15 @@ from paramserve.client import Client
 from paramserve.config import Credentials
 from paramserve.engine.base import Ended, Engine, Process, Reported
 from paramserve.errors import ParamServeError, ServerGone
+from paramserve.launch import life, roster
 from paramserve.launch.attempt import Attempt
 from paramserve.launch.checkpoints import Recovery
 from paramserve.launch.entries import COORDINATOR, Entry, Key, over, started_again, worker_failed
-from paramserve.launch.life import (
-    Abandon,
-    Begin,
-    Breakdown,
-    CheckpointFailed,
-    Close,
-    Collect,
-    Collected,
-    Effect,
-    End,
-    Event,
-    Life,
-    ProcessEnd,
-    Report,
-    Select,
-    Serving,
-    Silence,
-    State,
-    Stop,
-    Terms,
-)
+from paramserve.launch.life import Life, State, Terms
 from paramserve.launch.overview import Overview
 from paramserve.launch.plan import KERNELS, Plan, directory_path
 from paramserve.launch.processes import Processes
-from paramserve.launch.roster import (
-    Exclude,
-    Interrupt,
-    Kill,
-    Launch,
-    Replace,
-    Restart,
-    Retire,
-    Roster,
-)
+from paramserve.launch.roster import Restart, Roster
 from paramserve.launch.waiting import Latch
 from paramserve.logs import write_line
 from paramserve.observe.amounts import trained_only
@@ -151,7 +123,7 @@ class Supervisor:
         self._watched = False
         """The thread that watches has been started."""
         self._may_end = threading.Lock()
-        """Taken by what ends it: that thread, or `_end_unwatched` in its place."""
+        """Taken by what ends it: that thread, or `abandon` in its place."""
         self._start_latch = Latch()
         """Everything is launched that can be, or nothing will be."""
         self._ending = False
@@ -265,7 +237,7 @@ class Supervisor:
         """End the workers now, then everything else in order; returns at once."""
         self._stops = True
         if not self._watched:
-            self._end_unwatched()
+            self.abandon()
 
     def abandon(self) -> None:
         """End everything now, without waiting for values; returns when it has ended."""
@@ -274,7 +246,7 @@ class Supervisor:
         self._abandoned = True
         self._start_latch.set()
         if not self._watched:
-            self._end_unwatched()
+            self._run()  # here, unless the thread that watches was started all the same
         self.ended.wait()
 
     # --- the start --------------------------------------------------------------------------------
@@ -302,19 +274,6 @@ class Supervisor:
         except BaseException:
             self.abandon()
             raise
-
-    def _end_unwatched(self) -> None:
-        """End it here, unless the thread that watches was started all the same and does so."""
-        if not self._may_end.acquire(blocking=False):
-            return
-        self._abandoned = True
-        self._life.step([Abandon()], time.monotonic())
-        self.error = self._life.error
-        try:
-            self._release()
-        finally:
-            self._conclude()
-            atexit.unregister(self.abandon)
 
     def _new_attempt(self, plan: Plan) -> Attempt:
         roster, line = self._life.roster, (self.credentials, self.overview)
@@ -353,7 +312,7 @@ class Supervisor:
     def _break_down(self, error: BaseException) -> None:
         """What was decided could not be done: it ends."""
         with contextlib.suppress(BaseException):
-            self._happen(Breakdown(error))
+            self._happen(life.Breakdown(error))
 
     def _conclude(self) -> None:
         """Record the end, whatever happened: the driver waits for this without a limit."""
@@ -364,28 +323,28 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Pass on what has happened since the last call; waits a little if nothing has."""
-        attempt, life = self.attempt, self._life
+        attempt = self.attempt
         quick = attempt.collecting is not None or self._stops or attempt.scaling.under_way
         wait_s = QUICK_TICK_S if quick else TICK_S
-        if life.wake_at is not None:
-            wait_s = min(wait_s, max(life.wake_at - time.monotonic(), 0.0))
+        if self._life.wake_at is not None:
+            wait_s = min(wait_s, max(self._life.wake_at - time.monotonic(), 0.0))
         events = [self._take(*each) for each in attempt.processes.events(wait_s)]
         if self._abandoned:
-            events.append(Abandon())
+            events.append(life.Abandon())
         elif self._stops:
-            events.append(Stop())
-        elif not life.ending:
+            events.append(life.Stop())
+        elif not self._life.ending:
             attempt.scaling.go_on(time.monotonic())
         if attempt.collecting is not None and not attempt.collecting.is_alive():
-            events.append(Collected(attempt.collect_error))
-        if attempt.served.is_set() and not life.ending and self.state != "resuming":
+            events.append(life.Collected(attempt.collect_error))
+        if attempt.served.is_set() and not self._life.ending and self.state != "resuming":
             events += self._health(time.monotonic())
         self._happen(*events)
 
-    def _take(self, key: Key, event: Ended | Reported) -> Event:
+    def _take(self, key: Key, event: Ended | Reported) -> life.Event:
         """A process has reported or ended."""
         if isinstance(event, Ended):
-            return ProcessEnd(key, event.status, event.process.why)
+            return life.ProcessEnd(key, event.status, event.process.why)
         kind, body = event.kind, event.body
         if key == COORDINATOR and kind == "ready" and not self.addresses:
             self.attempt.use_addresses(msgspec.msgpack.decode(body, type=tuple[str, ...]))
@@ -398,64 +357,64 @@ class Supervisor:
             if kind == TRAINS_ALONE and not self._heard_of(TRAINS_ALONE):
                 write_line(alone_so_far(key.number))
             self.reports.append((key, kind, body))
-        return Report(key, kind, body)
+        return life.Report(key, kind, body)
 
     def _heard_of(self, kind: str) -> bool:
         return any(each == kind for _, each, _ in self.reports)
 
-    def _health(self, now: float) -> list[Event]:
+    def _health(self, now: float) -> list[life.Event]:
         """What the coordinator knows of the processes, and of checkpoints that failed."""
         self.overview.tick(now)
         status, keys = self.overview.status, set(self._processes.values())
         silent = self.overview.silent(now)
-        events: list[Event] = [Silence(key, silent[key]) for key in silent if key in keys]
+        events: list[life.Event] = [life.Silence(key, silent[key]) for key in silent if key in keys]
         report = status.checkpoints if status is not None else None
         if self._recovery is not None and report is not None and report.failed:
-            events.append(CheckpointFailed(report.why))
+            events.append(life.CheckpointFailed(report.why))
         return events
 
-    def _happen(self, *events: Event) -> None:
+    def _happen(self, *events: life.Event) -> None:
         """Have it decided what these events mean, and do that."""
         effects = self._life.step(events, time.monotonic())
         self.state = self._life.state
         for effect in effects:
             self._act(effect)
 
-    def _act(self, effect: Effect) -> None:
+    def _act(self, effect: life.Effect) -> None:
         processes = self._processes
         match effect:
-            case Launch(keys):
+            case roster.Launch(keys):
                 processes.launch(keys)
-            case Interrupt(keys):
+            case roster.Interrupt(keys):
                 for process in processes.of(keys):
                     process.interrupt()
-            case Kill(keys):
+            case roster.Kill(keys):
                 for process in processes.of(keys):
                     process.kill()
-            case Exclude(entry):
+            case roster.Exclude(entry):
                 self.failures[entry.key.number] = worker_failed(entry)
                 self._mark_dead(entry)
-            case Replace(entry):
+            case roster.Replace(entry):
                 allowed = self.plan.on_worker_death
                 assert isinstance(allowed, Restart)
                 write_line(started_again(entry, allowed.times))
                 self.restarts.append(entry)
                 self._mark_dead(entry, final=False)
-            case Retire(entry):  # most have left, killed ones have not
+            case roster.Retire(entry):  # most have left, killed ones have not
                 self._mark_dead(entry)
                 if entry.key.number >= self.roster.target:
                     processes.give_back([entry.key])
-            case Serving():
+            case life.Serving():
                 self._begin_serving()
-            case Collect():
+            case life.Collect():
                 self._begin_collecting()
-            case Select(cause, damaged):
+            case life.Select(cause, damaged):
                 self._select(cause, damaged)
-            case Begin(cause, damaged, workers):
+            case life.Begin(cause, damaged, workers):
                 self._begin_again(cause, damaged, workers)
-            case End(error, serving):
+            case life.End(error, serving):
                 self._begin_end(error, serving)
-            case Close(keys):
+            case life.Close(keys):
                 for process in processes.of(keys):
                     self._tell_cut(process)
 
