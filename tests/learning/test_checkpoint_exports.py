@@ -27,9 +27,17 @@ def small_model() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(30), nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 1))
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+def stepped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    last: int,
+    worker: ps.Worker | None = None,
+) -> None:
     """Train on the data of these steps; the rate is halved on the way."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    if worker is not None:
+        worker.track("schedule", scheduler)
     for step in range(last):
         if step >= first:
             inputs = torch.randn(16, 30, generator=torch.Generator().manual_seed(step))
@@ -50,7 +58,7 @@ def train(worker: ps.Worker, steps: int) -> dict[str, Any]:
     for step in range(worker.clock, steps):
         keys = np.arange(step, ROWS)
         rows.push(keys, np.full((keys.size, DIM), 0.1 * (1 + worker.rank), np.float32))
-    stepped(model, optimizer, worker.clock, steps)
+    stepped(model, optimizer, worker.clock, steps, worker)
     return optimizer.state_dict()
 
 
