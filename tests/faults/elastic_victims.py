@@ -22,10 +22,3 @@ def adds(worker: ps.Worker, deaf: bool = False) -> tuple[int, int]:
             break
         client.push_pull({"w": one}, tick=True)
     return worker.incarnation, worker.clock
-
-
-def raises_late(worker: ps.Worker) -> None:
-    """Rank 0 adds ones; every other one raises at once."""
-    if worker.rank:
-        raise ZeroDivisionError("on purpose")
-    adds(worker)

@@ -147,13 +147,6 @@ def test_retiring_worker_that_goes_on_is_ended_and_its_rank_is_free_again() -> N
     assert [result.returns[rank][0] for rank in (0, 1)] == [1, 2]
 
 
-def test_joiner_that_raises_fails_the_run_with_its_error() -> None:
-    job = ps.start(victims.raises_late, timeout_s=WAIT_S)
-    job.scale(2)
-    with pytest.raises(WorkerFailed, match="worker 1 raised ZeroDivisionError: on purpose"):
-        job.wait()
-
-
 def test_scale_down_while_workers_start_waits_for_none_of_them() -> None:
     job = ps.start(victims.adds, workers=3, timeout_s=WAIT_S)
     try:

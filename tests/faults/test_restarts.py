@@ -80,12 +80,6 @@ def test_restart_async_others_never_wait(tmp_path: Path) -> None:
     assert [(each.rank, each.clock) for each in result.restarts] == [(1, 5)]
 
 
-def test_restart_more_often_than_allowed_fails_the_run() -> None:
-    with pytest.raises(WorkerFailed, match="on purpose") as caught:
-        ps.run(victims.regress, args=("raise", 7, 9), workers=2, on_worker_death=ps.Restart(2))
-    assert "had been restarted 2 times" in str(caught.value)
-
-
 def test_restart_sync_that_takes_too_long_is_gone_on_without() -> None:
     """The others wait `restart_s` and no longer; here the successor needs longer to come up."""
     result = ps.run(

@@ -317,15 +317,6 @@ def test_joined_server_ends_with_an_error_when_the_coordinator_is_killed(
             worker.client.push("w", np.ones(20_000))
 
 
-def test_joined_server_until_done_tells_a_killed_coordinator_from_the_end(
-    servers: Servers,
-) -> None:
-    (first, second), _ = servers.pair(workers=1, until_done=True)
-    first.signal(signal.SIGKILL)
-    kind, text = second.error(SOON_S)
-    assert "is gone" in text, kind
-
-
 def test_stopped_server_is_gone_for_its_workers(servers: Servers) -> None:
     (_, second), address = servers.pair(workers=1)
     with contextlib.ExitStack() as stack:

@@ -248,7 +248,6 @@ class Life:
         roster: the processes of the present attempt.
         error: why it ends, once that is decided; None: it ends in order.
         failure: why it fails, while its values are still read.
-        attempts: how many have begun.
         dismissed: its workers were told to end before they were done.
         ending: its end has been decided.
         over: it has ended.
@@ -261,7 +260,6 @@ class Life:
         self.state: State = "starting"
         self.error: BaseException | None = None
         self.failure: BaseException | None = None
-        self.attempts = 1
         self.dismissed = False
         self.over = False
         self.wake_at: float | None = None
@@ -491,7 +489,6 @@ class Life:
             return
         workers = self.roster.target
         self._return = None
-        self.attempts += 1
         self._start_s = self.terms.start_s + under_way.selection.restore_s
         self.roster = self._new_roster(workers, now)
         self._effects.append(Begin(under_way.cause, under_way.damaged, workers))

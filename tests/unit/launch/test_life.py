@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 from tests.suites import each_case
 from tests.unit.launch.worlds import DEADLINES, START_S, World, failure
 
@@ -456,6 +455,7 @@ KEYS = [COORDINATOR, SERVER, WORKER, OTHER, Key("worker", 2)]
 KINDS = ["ServerGone", "ValueError", "DefineMismatch", "CheckpointDamaged", "ConnectTimeout"]
 WHAT = {"end": 5, "ends": 1, "fail": 1, "return": 2, "silence": 1, "serve": 4, "wait": 2} | {
     "scale": 2,
+    "damage": 2,
     "rest": 1,
 }
 """What may happen, and how often beside the others."""
@@ -491,9 +491,9 @@ def let_happen(world: World, chance: random.Random) -> None:
         world.end(*chance.sample(alive, min(len(alive), 2)))
     elif what == "fail" and alive:
         key = chance.choice(workers or alive) if chance.random() < 0.7 else chance.choice(alive)
-        report = Report(key, "failed", failure(chance.choice(KINDS)))
-        reads = life.state == "resuming" and SERVER in alive
-        world.step(DAMAGED if reads and chance.random() < 0.7 else report)
+        world.step(Report(key, "failed", failure(chance.choice(KINDS))))
+    elif what == "damage" and life.state in ("starting", "resuming") and SERVER in alive:
+        world.step(DAMAGED)
     elif what == "return" and workers:
         world.step(Report(chance.choice(workers), "returned", b""))
     elif what == "silence" and alive:
@@ -541,12 +541,3 @@ def test_life_whose_processes_do_nothing_ends_by_itself() -> None:
             world.step(Stop())
         world.settle()
         assert world.life.over
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_worker_is_replaced_so_often_and_then_fails_the_life(times: int) -> None:
-    world = served(on_worker_death=Restart(times))
-    for _ in range(times + 1):
-        world.end(WORKER)
-    assert isinstance(world.life.error, WorkerFailed)
-    assert sum(1 for each in world.of(Launch) if each.keys == (WORKER,)) == times

@@ -22,7 +22,6 @@ from paramserve.errors import CheckpointDamaged, CheckpointError, ParamServeErro
 from paramserve.launch import supervisor
 from paramserve.launch.attempt import Attempt
 from paramserve.launch.checkpoints import Checkpoint, Recovery, recovery_of
-from paramserve.launch.life import SAME_MAX
 from paramserve.launch.supervisor import Supervisor
 from paramserve.messages import CheckpointReport, GroupReport, ServerBeat, Status
 
@@ -160,38 +159,6 @@ def test_run_without_a_checkpoint_yet_begins_anew(begin: Callable[..., Run]) -> 
     run.kill("server 0")
     assert run.configs(1)[1].checkpoints.resume == ""
     assert run.supervisor.rollbacks[0].path == ""
-
-
-@pytest.mark.parametrize("when", ["told to", "before it is up", "it is stopped"])
-def test_run_ends_with_its_server(begin: Callable[..., Run], when: str) -> None:
-    run = begin(on_server_death="stop" if when == "told to" else "resume")
-    if when != "before it is up":
-        run.serve()
-    if when == "it is stopped":
-        run.engine.processes["worker 0"].deaf = True
-        run.supervisor.stop()
-    run.engine.processes["server 0"].end(-9)
-    assert run.supervisor.ended.wait(10.0)
-    assert isinstance(run.supervisor.error, ServerGone)
-    assert len(run.engine.roles) == 4
-    if when != "it is stopped":
-        assert "checkpoint=" not in run.supervisor.error.fix  # it has that
-        assert "resume=True" in run.supervisor.error.fix
-
-
-def test_same_checkpoint_is_not_gone_back_to_for_ever(begin: Callable[..., Run]) -> None:
-    run = begin()
-    run.serve()
-    run.write(1)
-    for _ in range(SAME_MAX):
-        run.kill("server 0")
-    run.engine.processes["server 0"].end(-9)  # whether it was up again or not
-    assert run.supervisor.ended.wait(10.0)
-    assert isinstance(run.supervisor.error, ServerGone)
-    assert len(run.supervisor.rollbacks) == SAME_MAX
-    assert "checkpoint=" not in run.supervisor.error.fix
-    assert f"ended {SAME_MAX + 1} times" in run.supervisor.error.fix
-    assert "resume=True" in run.supervisor.error.fix
 
 
 def test_checkpoint_that_a_server_finds_damaged_is_left_out(
@@ -346,38 +313,12 @@ def test_client_that_is_being_connected_ends_with_its_attempt(begin: Callable[..
         attempt.connect()
 
 
-def test_stop_while_it_goes_back_keeps_the_values_of_the_checkpoint(
-    begin: Callable[..., Run],
-) -> None:
+def test_checkpoint_that_fails_ends_a_strict_run(begin: Callable[..., Run]) -> None:
     reads = list[str]()
-    run = begin(collect=lambda _: reads.append(run.supervisor.state))
-    run.serve()
-    run.write(5)
-    run.kill("server 0")
-    run.supervisor.stop()
-    threading.Event().wait(0.02)
-    assert run.supervisor.state == "resuming"
-    run.engine.serve()
-    assert run.supervisor.ended.wait(10.0)
-    assert (reads, run.supervisor.state) == (["finishing"], "stopped")
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_checkpoint_that_fails_ends_a_strict_run_only(
-    begin: Callable[..., Run], strict: bool
-) -> None:
-    reads = list[str]()
-    run = begin(strict=strict, collect=lambda _: reads.append("read"))
+    run = begin(strict=True, collect=lambda _: reads.append("read"))
     run.serve()
     run.supervisor.overview.status = status(1, 1, failed=1, why="no space left on device")
-    if strict:
-        assert run.supervisor.ended.wait(10.0)
-        assert isinstance(run.supervisor.error, CheckpointError)
-        assert "no space left on device" in str(run.supervisor.error)
-        assert reads == ["read"]
-    else:
-        threading.Event().wait(0.02)
-        assert run.supervisor.state == "running"
-        told = run.supervisor.checkpoints
-        assert told is not None
-        assert told.why == "no space left on device"
+    assert run.supervisor.ended.wait(10.0)
+    assert isinstance(run.supervisor.error, CheckpointError)
+    assert "no space left on device" in str(run.supervisor.error)
+    assert reads == ["read"]

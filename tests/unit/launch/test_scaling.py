@@ -167,12 +167,3 @@ def test_scale_after_the_end_is_refused(run: SimpleNamespace, how: str) -> None:
     with pytest.raises(ParamServeError, match="not scaled to 3 workers: it is stopped") as told:
         run.supervisor.scale(3)
     assert told.value.applied == "no"
-
-
-def test_run_that_was_scaled_ends_when_all_have_returned(run: SimpleNamespace) -> None:
-    run.supervisor.scale(3)
-    for name in ("worker 0", "worker 1", "worker 2"):
-        run.engine.report(name, "returned")
-        run.engine.processes[name].end(0)
-    assert run.supervisor.ended.wait(10.0)
-    assert run.supervisor.state == "finished"
