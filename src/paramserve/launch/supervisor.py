@@ -113,6 +113,8 @@ class Supervisor:
         self._forget = forget
         self._prepare = prepare
         self._recovery = recovery
+        self._selected_at = 0.0
+        """When a checkpoint to go on from was last looked for because a process had ended."""
         self._fell_at: float | None = None
         """When a process ended whose end the run goes on from; None: workers run (again)."""
         self._updates = 0
@@ -463,7 +465,7 @@ class Supervisor:
         """Find the newest checkpoint."""
         assert self._recovery is not None
         if not damaged:
-            self._fell_at = time.monotonic()
+            self._selected_at = time.monotonic()
         if isinstance(cause, ServerGone) and self.overview.error is None:
             self.overview.ask_now(time.monotonic(), LAST_BEATS_S)
         self._happen(self._recovery.select(cause, damaged, self.overview.status))
@@ -498,6 +500,7 @@ class Supervisor:
             groups = trained_only(by_group(self.overview.beats))
             before = {name: group.clock for name, group in groups.items()}
             self._updates = sum(group.version for group in groups.values())
+            self._fell_at = self._selected_at
             self._tell_rollback(cause, before)
         elif self._fell_at is not None:  # it was told that the run goes on from the damaged one
             last = self.rollbacks.pop()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.unit.checkpoint import sample
-from tests.unit.launch.puppets import PLAN, Puppets, started
+from tests.unit.launch.puppets import PLAN, Puppet, Puppets, started
 
 from paramserve.checkpoint.folder import Folder
 from paramserve.checkpoint.storage import LocalFolder
@@ -159,6 +159,23 @@ def test_run_without_a_checkpoint_yet_begins_anew(begin: Callable[..., Run]) -> 
     run.kill("server 0")
     assert run.configs(1)[1].checkpoints.resume == ""
     assert run.supervisor.rollbacks[0].path == ""
+
+
+def test_worker_that_is_up_as_its_attempt_ends_resumes_nothing(
+    begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin()
+    run.serve()
+    kill = Puppet.kill
+
+    def kill_once_it_is_up(puppet: Puppet) -> None:
+        if puppet.name == "worker 0":
+            run.engine.report("worker 0", "ready", msgspec.msgpack.encode(1))
+        kill(puppet)
+
+    monkeypatch.setattr(Puppet, "kill", kill_once_it_is_up)
+    run.kill("server 0")
+    assert [back.seconds for back in run.supervisor.rollbacks] == [0.0]
 
 
 def test_checkpoint_that_a_server_finds_damaged_is_left_out(
