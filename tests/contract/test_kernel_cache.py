@@ -193,7 +193,6 @@ def test_another_process_compiles_from_the_queue_and_imports_nothing_from_where_
 def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> None:
     """The kernel stands in `rules.kernels`, and the maths in the rule's module."""
     assert package.run(ADDS) == (2.0, True)
-    assert package.run(ADDS) == (2.0, False)
     package.edit("add", "value[i] += ", "value[i] -= ")
     assert package.run(ADDS) == (0.0, True)
 
@@ -201,7 +200,7 @@ def test_edit_of_a_rules_maths_compiles_its_kernel_anew(package: Package) -> Non
 def test_damaged_file_is_compiled_anew(package: Package) -> None:
     (file,) = package.files()
     whole = file.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+    for damaged in (b"", whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
         assert package.run()[0] == 2.0
         assert file.read_bytes()[32:] != damaged[32:], "the next process finds it whole"

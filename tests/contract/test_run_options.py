@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.ranks import Ranks
+from tests.suites import each_case
 
 import paramserve as ps
 from paramserve.consistency import Drop, GroupView, Push
@@ -32,30 +33,25 @@ def adds_one(worker: ps.Worker, factors: Sequence[float] = (1.0, 1.0)) -> None:
     worker.client.tick()
 
 
-def test_factor_multiplies_the_gradients_of_each_rank() -> None:
-    result = ps.run(adds_one, args=([0.5, 3.0],), workers=2, consistency=ps.Async())
-    assert result.state_dict("default")["w"].tolist() == [3.5] * 3
-
-
-def test_factor_weighs_the_mean_of_a_synchronous_clock() -> None:
-    result = ps.run(adds_one, args=([1.0, 3.0],), workers=2, consistency=ps.Sync())
-    assert result.state_dict("default")["w"].tolist() == [1.0] * 3
+@each_case(
+    ("factors", "policy", "value"),
+    [([0.5, 3.0], ps.Async(), 3.5), ([1.0, 3.0], ps.Sync(), 1.0)],
+)
+def test_factor_multiplies_the_gradients_of_each_rank_and_weighs_their_mean(
+    make_cluster: MakeCluster, factors: Sequence[float], policy: ps.Policy, value: float
+) -> None:
+    cluster = make_cluster(workers=2, policy=policy)
+    Ranks(cluster, lambda worker: adds_one(worker, factors)).start(0, 1).end()
+    assert cluster.client().pull("w").tolist() == [value] * 3
 
 
 # --- what would train nothing -----------------------------------------------------------------
 
 
 def test_run_of_which_the_servers_hear_nothing_warns() -> None:
-    def trains_a_copy(worker: ps.Worker) -> int:
-        import torch
-
-        model = torch.nn.Linear(2, 1)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return worker.rank
-
     words = "trained nothing on the servers.*worker.optimizer"
     with pytest.warns(UserWarning, match=words) as warned:
-        assert ps.run(trains_a_copy, workers=1).returns == {0: 0}
+        assert ps.run(lambda worker: worker.rank, workers=1).returns == {0: 0}
     assert [each.filename for each in warned] == [__file__]
 
 
