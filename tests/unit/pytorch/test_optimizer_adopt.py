@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from tests.unit.pytorch.fakes import FakeCluster, on_all_ranks
+from tests.unit.pytorch.fakes import FakeCluster
 from tests.unit.pytorch.test_optimizer_step import assert_same, loss_of, small_model, train
 from torch import nn
 
@@ -164,31 +164,6 @@ def test_zero_grad_and_autocast_work_as_in_torch() -> None:
     assert all(not param.grad.any() for param in model.parameters())
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-
-
-def test_add_param_group_after_adoption_trains_it_on_all_ranks() -> None:
-    cluster = FakeCluster(2)
-
-    def work(worker):
-        model = small_model(seed=worker.rank + 1)
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5)
-        adopt(worker, model, optimizer, overlap=True)
-        train(model, optimizer, 2)
-        optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.3})
-        train(model, optimizer, 2)
-        return model
-
-    models = on_all_ranks(cluster, work)
-    assert_same(models[1], models[0], rtol=0)
-    assert cluster.blocks[-1].counts == [2, 2]
-    assert [piece.name for piece in cluster.blocks[-1].pieces] == ["3.weight", "3.bias"]
-    assert_same_result(cluster, models[0])
-
-
-def assert_same_result(cluster: FakeCluster, model: nn.Module) -> None:
-    result = cluster.result()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(torch.from_numpy(result[name]), value)
 
 
 def test_add_param_group_refused_leaves_the_optimizer_as_it_was() -> None:

@@ -104,24 +104,3 @@ def test_group_added_to_an_optimizer_that_steps_no_more_is_refused_and_the_other
     assert len(first.param_groups) == 1
     assert len(cluster.blocks) == blocks
     train(model, second, 1)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_second_optimizer_for_a_later_phase_goes_on_from_the_values_of_the_first(overlap) -> None:
-    cluster, model, expected = FakeCluster(), small_model(), small_model()
-    worker = cluster.worker()
-    phases = [(torch.optim.SGD, 0.1), (torch.optim.Adam, 0.01)]
-    for kind, lr in phases:
-        optimizer = adopt(
-            worker, model, kind(model.parameters(), lr=lr), name=kind.__name__, overlap=overlap
-        )
-        plain = kind(expected.parameters(), lr=lr)
-        for step in range(3):
-            for each, stepped in ((model, optimizer), (expected, plain)):
-                stepped.zero_grad()
-                for param in each.parameters():
-                    param.grad = torch.full_like(param, step + 0.5)
-                stepped.step()
-    worker.optimizers.refresh()
-    worker.optimizers.finish()
-    assert_same(model, expected)

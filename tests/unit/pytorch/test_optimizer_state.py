@@ -3,7 +3,6 @@ refused leaves everything as it was."""
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from typing import Any
 
@@ -84,44 +83,6 @@ def test_state_dict_keeps_the_buffers_of_a_momentum_that_is_0_since(kind) -> Non
         each.param_groups[0]["momentum"] = 0.9
         partly_train(trained, each)
     assert_same(model, expected)
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_state_dict_moves_between_torch_and_servers(kind, options) -> None:
-    expected = small_model()
-    plain = kind(expected.parameters(), lr=0.05, **options)
-    partly_train(expected, plain)
-    train(expected, plain)
-    # Centered RMSprop divides by the root of a difference of close numbers, which enlarges what
-    # processors round differently.
-    rtol = 1e-4 if options.get("centered") else 1e-5
-    for direction in ("to torch", "from torch", "before adoption"):
-        assert_same(moved(kind, options, direction), expected, rtol=rtol)
-
-
-def moved(kind: Any, options: dict[str, Any], direction: str) -> nn.Module:
-    """A model that goes on training with a state that was saved."""
-    first = small_model()
-    served = kind(first.parameters(), lr=0.05, **options)
-    if direction == "to torch":
-        adopt(FakeCluster().worker(), first, served)
-    partly_train(first, served)
-    stream = io.BytesIO()
-    torch.save({"model": first.state_dict(), "optimizer": served.state_dict()}, stream)
-    stream.seek(0)
-    saved = torch.load(stream)
-
-    second = small_model(seed=9)
-    second.load_state_dict(saved["model"])
-    continued = kind(second.parameters(), lr=0.7, **options)
-    if direction == "from torch":
-        adopt(FakeCluster().worker(), second, continued)
-    continued.load_state_dict(saved["optimizer"])
-    if direction == "before adoption":
-        adopt(FakeCluster().worker(), second, continued)
-    train(second, continued)
-    assert continued.param_groups[0]["lr"] == 0.05, direction
-    return second
 
 
 def test_load_state_dict_only_rank_0_stores() -> None:
