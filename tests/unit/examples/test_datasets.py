@@ -196,27 +196,6 @@ def test_fetch_given_folder_without_a_file_names_it(
     assert no_network == []
 
 
-def test_fetch_complete_cache_asks_no_source(
-    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
-) -> None:
-    cache = write(tmp_path / "cache", small)
-    assert datasets.fetch(cache=cache) == cache
-    assert no_network == []
-
-
-def test_fetch_nothing_reachable_names_reasons_and_ways_out(
-    tmp_path: Path, small: dict[str, bytes], no_network: list[str]
-) -> None:
-    with pytest.raises(ParamServeError) as caught:
-        datasets.fetch(cache=tmp_path / "cache")
-    assert no_network == [*datasets.MNIST.mirrors, "archive"]
-    text = str(caught.value)
-    for reason in (*datasets.MNIST.mirrors, "archive"):
-        assert f"{reason} is out of reach" in text
-    assert "--data DIR" in text
-    assert "--data digits" in text
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_fetch_mirror_with_a_damaged_file_next_source_is_asked(
     tmp_path: Path, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, damage: Damage
