@@ -10,9 +10,9 @@ from tests.sim.crashes import SimulatedCrashes
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
-from paramserve.core import cut_parts
 from paramserve.core.cut_parts import BlockCopy
-from paramserve.core.cut_state import GroupRecord
+from paramserve.core.group import GroupMachine
+from paramserve.core.group_state import GroupRecord
 from paramserve_testing import Faults, Scenario, Violation
 
 SEEDS = 3
@@ -49,13 +49,13 @@ def values_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shards of a synchronous group do not know which clock is committed."""
-    whole = cut_parts.group_record
+    whole = GroupMachine.record
 
-    def without(machine: Any, begun: Any) -> GroupRecord:
-        record = whole(machine, begun)
+    def without(machine: GroupMachine, unfinished: Any) -> GroupRecord:
+        record = whole(machine, unfinished)
         return structs.replace(record, committed=record.committed + machine.shard)
 
-    monkeypatch.setattr(cut_parts, "group_record", without)
+    monkeypatch.setattr(GroupMachine, "record", without)
 
 
 @pytest.mark.parametrize(("left_out", "policy"), [(values_of_now, Async()), (clocks, Sync("sum"))])

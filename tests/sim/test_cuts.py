@@ -15,7 +15,6 @@ from paramserve.consistency.built_in import Async
 from paramserve.core import cut as cut_module
 from paramserve.core.cut import CutAgreement
 from paramserve.core.cut_parts import BlockCopy, ShardCut
-from paramserve.core.cut_state import group_record
 from paramserve.core.shard_sessions import Sessions
 from paramserve.core.table.cut import RowsCopy
 from paramserve.messages import CutAt, CutTo
@@ -206,7 +205,7 @@ def marks_of_after_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         whole(part, shard, ask, clients, groups, *others)
 
     now = property(
-        lambda part: tuple(group_record(each, {}) for each in part.live.values()),
+        lambda part: tuple(each.record({}) for each in part.live.values()),
         lambda part, value: None,
     )
     monkeypatch.setattr(ShardCut, "__init__", init)

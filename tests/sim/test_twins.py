@@ -14,8 +14,8 @@ from tests.sim.workloads.tables import CountingRows, Rows
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
-from paramserve.core import cut_parts
-from paramserve.core.cut_state import GroupRecord
+from paramserve.core.group import GroupMachine
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.shard_sessions import SessionRecord, ShardSession
 from paramserve.core.table.cut import RowsCopy
 from paramserve.core.table.options import LRU, TTL, MinCount, TableOptions, Zeros
@@ -84,12 +84,12 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cut_parts.group_record
+    whole = GroupMachine.record
 
-    def without(machine: Any, begun: Any) -> GroupRecord:
-        return structs.replace(whole(machine, begun), marks=())
+    def without(machine: GroupMachine, unfinished: Any) -> GroupRecord:
+        return structs.replace(whole(machine, unfinished), marks=())
 
-    monkeypatch.setattr(cut_parts, "group_record", without)
+    monkeypatch.setattr(GroupMachine, "record", without)
 
 
 def order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,12 +30,12 @@ from paramserve.checkpoint.shard_records import (
 )
 from paramserve.config import ConsistencySpec
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord
 from paramserve.core.decisions import LEAD
 from paramserve.core.group_members import JoinedBy
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.membership import DEAD, LEFT
 from paramserve.core.shard_sessions import SessionsRecord
-from paramserve.core.sums import RowSum, Sum
+from paramserve.core.sums import BufferRecord, RowSum, Sum
 from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.cut import CutRows
@@ -184,7 +184,7 @@ class LoadedShard:
         return {
             number: max(_frontier(each, workers) for each in every)
             for number, every in by_group.items()
-            if all(each.changes.policies[-1][1] == policy and not each.changing for each in every)
+            if all(each.changes.policies[-1][1] == policy and not each.undecided for each in every)
         }
 
     def sums_of(self, group: int, blocks: Mapping[int, ShardBlock | KeyedBlock]) -> Sums:
@@ -254,17 +254,18 @@ def _group(
     if len(records) == shards:
         own = every[shard]
         return structs.replace(own, members=structs.replace(own.members, joined=joined))
-    clocks, ahead = dict[int, int](), dict[int, int]()
+    clocks, applied = dict[int, int](), dict[int, int]()
     for each in every:
         for rank, clock in each.members.clocks.items():
             clocks[rank] = max(clocks.get(rank, 0), clock)
-        ahead |= each.ahead
+        applied |= each.already_applied
     return structs.replace(
         lead,
         members=structs.replace(lead.members, joined=joined, clocks=clocks),
-        ahead=tuple(sorted(ahead.items())),
-        buffered=max(each.buffered for each in every),
-        large=any(each.large for each in every),
+        already_applied=applied,
+        buffer=BufferRecord(
+            max(each.buffer.count for each in every), any(each.buffer.large for each in every)
+        ),
         unapplied=next((each.unapplied for each in every if each.unapplied is not None), None),
     )
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 from paramserve.checkpoint.manifest import shard_path
 from paramserve.checkpoint.reader import Checkpoint
 from paramserve.checkpoint.rows import Column
-from paramserve.core.cut_state import GroupRecord
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.table.block import RowStates
 from paramserve.errors import CheckpointDamaged

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord, group_record
 from paramserve.core.flush import ranks_left
 from paramserve.core.group import GroupMachine
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.shard_sessions import Sessions, SessionsRecord
 from paramserve.core.sums import RowSum, Sum
 from paramserve.core.table.block import KeyedBlock
@@ -229,13 +229,11 @@ class ShardCut:
                 if state.table is not None
             }
             self.sums = {state.id: state.buffer.share() for state in states if state.buffer.count}
-            steps_begun, self.begun = (
+            unfinished, self.begun = (
                 sessions.unfinished(clients),
                 sessions.unfinished_marks(clients),
             )
-            self.groups = tuple(
-                group_record(each, steps_begun.get(each.state.id, {})) for each in machines
-            )
+            self.groups = tuple(each.record(unfinished.get(each.state.id, {})) for each in machines)
             self.sessions = sessions.record(clients)
             self.left_out = ranks_left(sessions)
         self.stopped_s = memory.now() - began

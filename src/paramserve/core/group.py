@@ -24,7 +24,7 @@ from paramserve.core.events import Counted, GroupEffect, RecheckHeld, Reply, Sen
 from paramserve.core.followers import Followers
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_reads import GroupReads
-from paramserve.core.group_state import GroupState, Proposed
+from paramserve.core.group_state import GroupRecord, GroupState, Proposed
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import PolicyEpoch
 from paramserve.core.replies import Replies, no_memory, refusal
@@ -99,6 +99,18 @@ class GroupMachine:
         self._outbox = outbox
         self._looking = False
         """Whether `RecheckHeld` is in the outbox."""
+
+    def record(self, unfinished: Mapping[int, int]) -> GroupRecord:
+        """The group as it is now; `unfinished` as for `GroupState.record`."""
+        record = self.state.record(unfinished)
+        return structs.replace(record, undecided=self.policies.record())
+
+    def restore(self, record: GroupRecord, policies: Mapping[str, Any], now: float) -> None:
+        """Go on from a cut. Args and Raises as for `GroupState.restore`."""
+        self.state.now = now
+        self.state.restore(record, policies)
+        self.policies.restore(record.undecided)
+        self.replan()
 
     # --- steps -----------------------------------------------------------------------------------
 

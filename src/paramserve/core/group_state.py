@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
+from paramserve.config import ConsistencySpec
 from paramserve.consistency.base import Policy
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Collect
-from paramserve.core.group_members import GroupMembers
-from paramserve.core.policy_epochs import Changes, PolicyEpoch, epoch_from
+from paramserve.core.group_members import GroupMembers, MembersRecord
+from paramserve.core.policy_epochs import Changes, ChangesRecord, PolicyEpoch, epoch_from
 from paramserve.core.read_copies import Reads
 from paramserve.core.saved_states import SavedStates
-from paramserve.core.sums import GradientBuffer
+from paramserve.core.sums import BufferRecord, GradientBuffer
 from paramserve.core.table.block import KeyedBlock
-from paramserve.errors import Overloaded, ParamServeError, UnknownName
-from paramserve.messages import GroupReport, Member, Step
+from paramserve.errors import Overloaded, ParamServeError, UnknownName, rebuild
+from paramserve.messages import GroupReport, Member, SavedAt, Step
 
 Array = npt.NDArray[Any]
 
@@ -50,6 +52,38 @@ class Watching:
     dropped: int = 0
     last: int = 0
     """The version of the newest."""
+
+
+class GroupRecord(Struct, frozen=True):
+    """A group on one shard, as of one moment, without its values.
+
+    Attributes:
+        staleness: by rank: pushes, total, largest.
+        marks: (client, lease, samples): how much of its leased samples is in the values.
+        saved: by rank, what it saved, as of its last two steps that told some.
+        already_applied: by rank, the clock of a step that is in the values, of a call that is not
+            over.
+        unapplied: why a buffer was lost, if no step was refused with it yet: (kind, failed, fix).
+        undecided: as `PolicyAgreement.record` gives it.
+    """
+
+    id: int
+    name: str
+    version: int
+    committed: int
+    changes: ChangesRecord
+    members: MembersRecord
+    buffer: BufferRecord
+    staleness: dict[int, tuple[int, int, int]]
+    skipped: int
+    dropped: dict[int, int]
+    marks: tuple[tuple[int, int, int], ...]
+    notes: dict[int, tuple[tuple[int, bytes], ...]]
+    last_sender: dict[int, int]
+    saved: dict[int, tuple[SavedAt, ...]]
+    already_applied: dict[int, int]
+    unapplied: tuple[str, str, str] | None
+    undecided: tuple[int, ConsistencySpec] | None = None
 
 
 class GroupState:
@@ -112,6 +146,56 @@ class GroupState:
         self._committed_at: float | None = None
         self._times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._median = 0.0
+
+    def record(self, unfinished: Mapping[int, int]) -> GroupRecord:
+        """The group as it is now.
+
+        Args:
+            unfinished: by rank, the clock of a step that is in the values, of a call that is not
+                over.
+        """
+        failure = self.unapplied
+        return GroupRecord(
+            self.id,
+            self.name,
+            self.version,
+            self.committed,
+            self.changes.record(),
+            self.members.record(),
+            self.buffer.record(),
+            {rank: (s.pushes, s.total, s.largest) for rank, s in self.staleness.items()},
+            self.skipped,
+            dict(self.dropped),
+            tuple((client, *mark) for client, mark in self.marks.items()),
+            dict(self.notes),
+            dict(self.last_sender),
+            self.saved.record(),
+            {**self.already_applied, **unfinished},
+            None if failure is None else (type(failure).__name__, failure.failed, failure.fix),
+        )
+
+    def restore(self, record: GroupRecord, policies: Mapping[str, Any]) -> None:
+        """Go on from a cut, without blocks.
+
+        Args:
+            policies: classes by name that the owner registered, besides the built-in ones.
+        Raises:
+            UnknownRule: a policy is not registered. The group is not to be used.
+        """
+        self.changes.restore(record.changes, policies)
+        self.version, self.committed = record.version, record.committed
+        self.members.restore(record.members)
+        self.buffer.restore(record.buffer)
+        self.staleness = {rank: Staleness(*each) for rank, each in record.staleness.items()}
+        self.skipped, self.dropped = record.skipped, dict(record.dropped)
+        self.marks = {client: (lease, samples) for client, lease, samples in record.marks}
+        self.notes, self.last_sender = dict(record.notes), dict(record.last_sender)
+        self.saved.restore(record.saved)
+        applied, live = record.already_applied, self.members.live
+        self.already_applied = {rank: applied[rank] for rank in applied if rank in live}
+        if record.unapplied is not None:
+            kind, failed, fix = record.unapplied
+            self.unapplied = rebuild(kind, failed, "no", fix)
 
     # --- what a policy sees ----------------------------------------------------------------------
 

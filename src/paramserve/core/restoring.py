@@ -14,9 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from paramserve.core.block import ShardBlock
-from paramserve.core.cut_state import GroupRecord
-from paramserve.core.group import GroupMachine
-from paramserve.core.group_state import Staleness
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.sums import RowSum, Sum
@@ -24,7 +22,7 @@ from paramserve.core.table.admission import Waiting
 from paramserve.core.table.block import KeyedBlock, RowStates
 from paramserve.core.table.cut import CutRows
 from paramserve.core.table.hashing import Keys
-from paramserve.errors import CheckpointError, ParamServeError, rebuild
+from paramserve.errors import CheckpointError, ParamServeError
 from paramserve.messages import BlockSpec
 from paramserve.rules.layout import RowLayout
 
@@ -143,7 +141,8 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
         )
     shard.sessions.restore(part.sessions, now)
     for record in part.groups:
-        shard.groups[record.id] = _group(shard, record, now)
+        machine = shard.groups[record.id] = shard.new_group(record.id, record.name, shard.policy)
+        machine.restore(record, shard.policies, now)
     every: list[SavedBlock | SavedTable] = [*part.blocks.values(), *part.tables.values()]
     blocks = {each.spec.block: shard.new_block(each.spec, each.attempt) for each in every}
     _check_states(every, blocks)
@@ -171,32 +170,6 @@ def change_policy(shard: Shard, frontiers: Mapping[int, int]) -> None:
     """
     for number, machine in shard.groups.items():
         machine.policies.replace_cluster_policy(shard.policy, frontiers.get(number))
-
-
-def _group(shard: Shard, record: GroupRecord, now: float) -> GroupMachine:
-    """A group without its blocks."""
-    machine = shard.new_group(record.id, record.name, shard.policy)
-    state = machine.state
-    state.changes.restore(record.changes, shard.policies)
-    machine.policies.restore(record.changing)
-    state.now = now
-    state.version, state.committed = record.version, record.committed
-    state.members.restore(record.members)
-    state.staleness = {rank: Staleness(*each) for rank, *each in record.staleness}
-    state.skipped, state.dropped = record.skipped, dict(record.dropped)
-    state.marks = {client: (lease, samples) for client, lease, samples in record.marks}
-    for rank, clock, note in record.notes:
-        state.keep_note(rank, clock, note)
-    state.saved.by_rank = dict(record.saved)
-    live = shard.sessions.live()
-    state.already_applied = {rank: clock for rank, clock in record.ahead if rank in live}
-    state.last_sender = dict(record.sent_by)
-    state.buffer.count, state.buffer.large = record.buffered, record.large
-    if record.unapplied is not None:
-        kind, failed, fix = record.unapplied
-        state.unapplied = rebuild(kind, failed, "no", fix)
-    machine.replan()
-    return machine
 
 
 def _check_states(every: Sequence[SavedBlock | SavedTable], blocks: Mapping[int, Block]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paramserve.errors import Overloaded
 from paramserve.messages import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved, SavedAt, Step
 
@@ -14,6 +16,14 @@ class SavedStates:
 
     def __init__(self) -> None:
         self.by_rank: dict[int, tuple[SavedAt, ...]] = {}
+
+    def record(self) -> dict[int, tuple[SavedAt, ...]]:
+        """What each rank has saved, as it is now."""
+        return dict(self.by_rank)
+
+    def restore(self, record: Mapping[int, tuple[SavedAt, ...]]) -> None:
+        """Have what ranks had saved before."""
+        self.by_rank = dict(record)
 
     def before(self, rank: int, clock: int) -> tuple[Saved, ...]:
         """What a rank has saved, as of the newest step before a clock."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Contribution
@@ -214,6 +215,18 @@ class RowSum:
         """None: a push of rows names no pieces."""
 
 
+class BufferRecord(Struct, frozen=True):
+    """A group's buffer on one shard, without its sums.
+
+    Attributes:
+        count: gradients in it.
+        large: whether they may be large.
+    """
+
+    count: int
+    large: bool
+
+
 @dataclass(eq=False)
 class GradientBuffer:
     """A group's gradients that wait for an update."""
@@ -223,6 +236,14 @@ class GradientBuffer:
     count: int = 0
     large: bool = False
     """Whether it may hold gradients so large that any other one may make the sum overflow."""
+
+    def record(self) -> BufferRecord:
+        """The buffer as it is now; `share` gives the sums."""
+        return BufferRecord(self.count, self.large)
+
+    def restore(self, record: BufferRecord) -> None:
+        """Have as many gradients as before; the sums come with the blocks."""
+        self.count, self.large = record.count, record.large
 
     def fits(self, parts: Sequence[Part], weight: float) -> bool:
         """Whether the sums stay finite with these gradients, each of which is."""

@@ -20,8 +20,8 @@ from paramserve.client.arrow import batch_of, part_rows, replacing, schema_of, w
 from paramserve.client.labels import DIM, decoded
 from paramserve.config import LABELS, is_trained
 from paramserve.consistency.built_in import OWN_STEPS
-from paramserve.core.cut_state import GroupRecord
 from paramserve.core.decisions import LEAD
+from paramserve.core.group_state import GroupRecord
 from paramserve.core.partition import Block
 from paramserve.core.table.parts import Records
 from paramserve.errors import CheckpointError, UnknownName
@@ -115,7 +115,7 @@ def optimizer_of(
     record = next(each for each in records[LEAD].groups if each.id == specs[0].group)
     _check_servers_step(record)
     blocks = [SavedBlock(spec, partial(fetch, saved_blocks[spec.block])) for spec in specs]
-    notes = [(rank, -clock, note) for rank, clock, note in record.notes]
+    notes = [(rank, *both[-1]) for rank, both in record.notes.items()]
     return optimizer_state(name, blocks, min(notes)[2] if notes else b"")
 
 
