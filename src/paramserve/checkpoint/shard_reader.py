@@ -49,7 +49,7 @@ Sums = dict[int, Sum | RowSum]
 
 
 class LoadedBlock:
-    """A dense block of a checkpoint, on one shard of any number."""
+    """A dense block of a checkpoint, on one shard of any number; a `core.block.SavedBlock`."""
 
     def __init__(self, saved: Checkpoint, spec: BlockSpec, record: BlockRecord, shard: int) -> None:
         self.spec = spec
@@ -72,7 +72,7 @@ class LoadedBlock:
 
 
 class LoadedTable:
-    """A table of a checkpoint, on one shard of any number; a `core.restoring.SavedTable`.
+    """A table of a checkpoint, on one shard of any number; a `core.table.block.SavedTable`.
 
     What shards count of it the first one of another number goes on from.
     """

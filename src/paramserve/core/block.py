@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,27 @@ class BlockUpdate:
             block.count(self._active)
 
 
+class SavedBlock(Protocol):
+    """A dense block of a cut."""
+
+    @property
+    def spec(self) -> BlockSpec: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def counts(self) -> list[int]:
+        """Updates that each piece has had."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the rule's state arrays, in order."""
+
+    def read(self, number: int, into: Array) -> None:
+        """Values (0) or a state array (1, 2, ...), [elements on this shard]."""
+
+
 @final
 class ShardBlock(ShardStorage):
     """The part of a block that one shard holds.
@@ -235,9 +256,12 @@ class ShardBlock(ShardStorage):
         """Updates that each piece has had."""
         return self._pieces.counts
 
-    def set_counts(self, counts: Sequence[int]) -> None:
-        """Replace the count of each piece."""
-        self._pieces.set_counts(counts)
+    def restore(self, saved: SavedBlock) -> None:
+        """Have the values, states and counts of a block of a cut; nothing was done with this one.
+        Raises what `saved.read` does."""
+        for number in range(1 + len(self.state)):
+            saved.read(number, self.field(number))
+        self._pieces.set_counts(saved.counts)
 
     def bounds(self, piece: int) -> tuple[int, int]:
         """Elements [start, stop) of a piece within this shard's arrays."""

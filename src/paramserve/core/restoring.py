@@ -8,93 +8,23 @@ a call that steps several groups, where the cut lies before its last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-import numpy.typing as npt
-
-from paramserve.core.block import ShardBlock
+from paramserve.core.block import SavedBlock, ShardBlock
 from paramserve.core.group_state import GroupRecord
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import SessionsRecord
 from paramserve.core.sums import RowSum, Sum
-from paramserve.core.table.admission import Waiting
-from paramserve.core.table.block import KeyedBlock, RowStates
-from paramserve.core.table.cut import CutRows
-from paramserve.core.table.hashing import Keys
+from paramserve.core.table.block import KeyedBlock, RowStates, SavedTable
 from paramserve.errors import CheckpointError, ParamServeError
-from paramserve.messages import BlockSpec
-from paramserve.rules.layout import RowLayout
 
-Array = npt.NDArray[Any]
 Block = ShardBlock | KeyedBlock
 
 TOLD_MAX = 5
 """Blocks that an error names."""
 NAMED_MAX = 3
 """Tensors of each that it names."""
-
-
-class SavedBlock(Protocol):
-    """A dense block of a cut."""
-
-    @property
-    def spec(self) -> BlockSpec: ...
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def counts(self) -> list[int]:
-        """Updates that each piece has had."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names of the rule's state arrays, in order."""
-
-    def read(self, number: int, into: Array) -> None:
-        """Values (0) or a state array (1, 2, ...), [elements on this shard]."""
-
-
-class SavedTable(Protocol):
-    """A table of a cut on one shard; of its fields, `core.table.cut` tells."""
-
-    @property
-    def spec(self) -> BlockSpec: ...
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def states(self) -> RowStates: ...
-
-    @property
-    def used_at(self) -> int: ...
-
-    @property
-    def unadmitted(self) -> int: ...
-
-    @property
-    def clock(self) -> int: ...
-
-    @property
-    def created(self) -> int: ...
-
-    @property
-    def evicted(self) -> int: ...
-
-    @property
-    def deleted(self) -> int: ...
-
-    @property
-    def candidates(self) -> Waiting | None: ...
-
-    def batches(self, layout: RowLayout) -> Iterator[CutRows]:
-        """All rows, some at a time."""
-
-    def uses(self) -> tuple[Keys, Keys] | None:
-        """All keys with the clocks of their last use, the one first whose use is longest ago; None:
-        the table lets no rows go. Asked for behind `batches`."""
 
 
 class SavedShard(Protocol):
@@ -146,10 +76,12 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
     every: list[SavedBlock | SavedTable] = [*part.blocks.values(), *part.tables.values()]
     blocks = {each.spec.block: shard.new_block(each.spec, each.attempt) for each in every}
     _check_states(every, blocks)
-    for dense in part.blocks.values():
-        _fill_block(shard, blocks[dense.spec.block], dense)
-    for table in part.tables.values():
-        _fill_table(shard, blocks[table.spec.block], table)
+    for number, block in blocks.items():
+        if isinstance(block, ShardBlock):
+            block.restore(part.blocks[number])
+        else:
+            block.restore(part.tables[number])
+        shard.add_block(block)
     for machine in shard.groups.values():
         state = machine.state
         state.buffer.sums = part.sums_of(state.id, state.blocks)
@@ -206,27 +138,3 @@ def _states_text(states: RowStates | tuple[str, ...]) -> str:
     names = [f"{name} ({width} a row)" for name, width in pairs]
     names += ["a count"] if states.counted else []
     return f"the states {', '.join(names)}" if names else "no state"
-
-
-def _fill_block(shard: Shard, block: Block, saved: SavedBlock) -> None:
-    assert isinstance(block, ShardBlock)
-    for number in range(1 + len(block.state)):
-        saved.read(number, block.field(number))
-    block.set_counts(saved.counts)
-    shard.blocks[block.spec.block] = block
-    shard.groups[block.spec.group].state.blocks[block.spec.block] = block
-
-
-def _fill_table(shard: Shard, block: Block, saved: SavedTable) -> None:
-    assert isinstance(block, KeyedBlock)
-    for rows in saved.batches(block.layout):
-        numbers = block.store.put_new(rows.keys)
-        block.store.write_raw(numbers, rows.raw)
-    uses = saved.uses()
-    if uses is not None:
-        block.store.set_uses(*uses)
-    block.store.restore(saved.clock, saved.created, saved.evicted, saved.deleted, saved.candidates)
-    block.clock, block.unadmitted = saved.used_at, saved.unadmitted
-    shard.blocks[block.spec.block] = block
-    state = shard.groups[block.spec.group].state
-    state.blocks[block.spec.block] = state.table = block

@@ -675,8 +675,7 @@ class Shard:
                 if spec.group in self._members and self.number != LEAD:
                     machine.apply(self._members[spec.group], 0, self._now)
                 machine.members_changed(self.sessions.members, self.sessions.live(), self._now)
-            self.blocks[spec.block] = machine.state.blocks[spec.block] = block
-            machine.state.table = block if isinstance(block, KeyedBlock) else None
+            self.add_block(block)
         return Answer(Done(message.seq, self.groups[spec.group].state.version))
 
     def _undefine(self, message: Undefine) -> Answer:
@@ -689,6 +688,12 @@ class Shard:
             if not state.blocks:
                 del self.groups[state.id]
         return Answer(Done(message.seq))
+
+    def add_block(self, block: ShardBlock | KeyedBlock) -> None:
+        """Know a block, which its group has from now on."""
+        state, number = self.groups[block.spec.group].state, block.spec.block
+        self.blocks[number] = state.blocks[number] = block
+        state.table = block if isinstance(block, KeyedBlock) else None
 
     def new_block(self, spec: BlockSpec, attempt: int) -> ShardBlock | KeyedBlock:
         """A block of zeros, or a table without rows, which is not known yet.

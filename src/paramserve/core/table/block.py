@@ -6,9 +6,9 @@ with their gradients; a read names keys, and the places where their rows go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,10 @@ from msgspec import Struct
 
 from paramserve.core.request_memory import Bytes, Memory, aligned
 from paramserve.core.shard_storage import Keep, ShardStorage
-from paramserve.core.table import parts, routing, wide
+from paramserve.core.table import hashing, parts, routing, wide
+from paramserve.core.table.admission import Waiting
 from paramserve.core.table.changes import Changed, RowChanges
+from paramserve.core.table.cut import CutRows
 from paramserve.core.table.encoded import HEAD_BYTES, row_codecs
 from paramserve.core.table.hashing import stream_of
 from paramserve.core.table.options import TableOptions
@@ -38,7 +40,7 @@ from paramserve.messages import (
 )
 from paramserve.rules.base import Hyper, PushInfo, RowRule, Rule
 from paramserve.rules.compiled import compiled
-from paramserve.rules.layout import WIDE
+from paramserve.rules.layout import WIDE, RowLayout
 from paramserve.rules.registry import is_built_in
 from paramserve.rules.rows import (
     RowDraft,
@@ -101,6 +103,47 @@ class RowUpdate:
         self._draft.write(block.store.view(rows, keys))
 
 
+class SavedTable(Protocol):
+    """A table of a cut on one shard; of its fields, `core.table.cut` tells."""
+
+    @property
+    def spec(self) -> BlockSpec: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def states(self) -> RowStates: ...
+
+    @property
+    def used_at(self) -> int: ...
+
+    @property
+    def unadmitted(self) -> int: ...
+
+    @property
+    def clock(self) -> int: ...
+
+    @property
+    def created(self) -> int: ...
+
+    @property
+    def evicted(self) -> int: ...
+
+    @property
+    def deleted(self) -> int: ...
+
+    @property
+    def candidates(self) -> Waiting | None: ...
+
+    def batches(self, layout: RowLayout) -> Iterator[CutRows]:
+        """All rows, some at a time."""
+
+    def uses(self) -> tuple[hashing.Keys, hashing.Keys] | None:
+        """All keys with the clocks of their last use, the one first whose use is longest ago; None:
+        the table lets no rows go. Asked for behind `batches`."""
+
+
 @final
 class KeyedBlock(ShardStorage):
     """The part of a table that one shard holds.
@@ -150,6 +193,18 @@ class KeyedBlock(ShardStorage):
     def nbytes(self) -> int:
         """Bytes of all arrays that the block holds."""
         return self.store.memory_bytes
+
+    def restore(self, saved: SavedTable) -> None:
+        """Have the rows and counters of a table of a cut; this one is empty. Raises what
+        `saved.batches` does."""
+        store = self.store
+        for rows in saved.batches(self.layout):
+            store.write_raw(store.put_new(rows.keys), rows.raw)
+        uses = saved.uses()
+        if uses is not None:
+            store.set_uses(*uses)
+        store.restore(saved.clock, saved.created, saved.evicted, saved.deleted, saved.candidates)
+        self.clock, self.unadmitted = saved.used_at, saved.unadmitted
 
     def begin_checkpoint(self, checkpoint: int) -> Changed:
         """What has changed since the checkpoint before, as this one is to have it."""
