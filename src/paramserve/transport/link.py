@@ -44,6 +44,7 @@ from paramserve.transport.framing import (
     prelude,
 )
 from paramserve.transport.hello import check_answer, hello_frame, write_nonce
+from paramserve.transport.redial import Redial
 from paramserve.transport.tcp import LOST_S, lost_hosts
 from paramserve.transport.tls import TlsSocket, pending
 
@@ -157,7 +158,7 @@ class Link:
                 address was about to be dialled without a token, or without TLS where it is spoken.
             ParamServeError: the peer refused the hello; this is its error.
         """
-        deadline = time.monotonic() + timeout_s
+        redial = Redial(time.monotonic() + timeout_s, _RETRY_S)
         order = tuple(sorted(addresses, key=is_unix, reverse=True))
         check_addresses(order, credentials)
         while True:
@@ -168,7 +169,14 @@ class Link:
                     continue  # The peer is reached over a Unix socket: it is busy, not unknown.
                 try:
                     link = cls._open(
-                        address, hello, credentials, arenas, deadline, limits, io_timeout_s, lost_s
+                        address,
+                        hello,
+                        credentials,
+                        arenas,
+                        redial.deadline,
+                        limits,
+                        io_timeout_s,
+                        lost_s,
                     )
                 except (OSError, ParamServeError) as error:
                     failures.append((address, error))
@@ -179,10 +187,12 @@ class Link:
             for _, failure in failures:
                 if isinstance(failure, ParamServeError):
                     raise failure
-            if time.monotonic() + _RETRY_S >= deadline or not may_retry():
+            now = time.monotonic()
+            again_at = redial.next_at(now)
+            if again_at is None or not may_retry():
                 answers = [failure for _, failure in failures if listens(failure)]
                 raise _unreached(failures, timeout_s) from (answers or [failures[-1][1]])[0]
-            time.sleep(_RETRY_S)
+            time.sleep(again_at - now)
 
     @classmethod
     def _open(
