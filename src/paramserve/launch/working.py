@@ -18,6 +18,7 @@ from paramserve.errors import (
 from paramserve.launch.connect import connect, described_by
 from paramserve.launch.life import SAME_MAX
 from paramserve.logs import write_line
+from paramserve.transport.redial import Redial
 from paramserve.worker import Worker
 
 T = TypeVar("T")
@@ -118,13 +119,14 @@ def _joined_again(
         f"rank {rank} lost the cluster: {cause.failed}. It waits up to {back_s:.0f} s until the "
         "cluster is back, and begins again at its checkpoint"
     )
-    until, silent = time.monotonic() + back_s, True
+    redial, silent = Redial(time.monotonic() + back_s, RETRY_S, ATTEMPT_S), True
     while True:
-        left_s = until - time.monotonic()
         try:
-            worker = join(min(max(left_s, RETRY_S), ATTEMPT_S))
+            worker = join(redial.limit_s(time.monotonic()))
         except (ServerGone, CoordinatorGone, Timeout) as error:
-            if time.monotonic() + RETRY_S >= until:
+            now = time.monotonic()
+            again_at = redial.next_at(now)
+            if again_at is None:
                 cause.add_note(
                     f"the cluster did not come back for {back_s:.0f} s (back_s=); at last: "
                     f"{error.failed}"
@@ -133,7 +135,7 @@ def _joined_again(
             if silent and isinstance(error, Timeout):
                 silent = False
                 write_line(f"rank {rank} still waits for the cluster: {error.failed}")
-            time.sleep(RETRY_S)
+            time.sleep(again_at - now)
             continue
         write_line(f"rank {rank} is back, and goes on at clock {worker.clock}")
         return worker
