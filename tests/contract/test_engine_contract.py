@@ -21,7 +21,6 @@ import cloudpickle
 import msgspec
 import numpy as np
 import pytest
-from tests.contract.fleets import WAIT_S, until_ended
 from tests.suites import each_case
 
 import paramserve as ps
@@ -33,7 +32,18 @@ from paramserve.errors import ParamServeError
 
 HERE = Path(__file__).parent
 SECRET = b"the-cluster-token-0123456789abcd"
+WAIT_S = 20.0
 RUN_WAIT_S = 60.0
+
+
+def until_ended(fleet: Fleet, count: int = 1) -> list[Event]:
+    """All events until `count` processes have ended."""
+    seen: list[Event] = []
+    while sum(isinstance(event, Ended) for event in seen) < count:
+        found = fleet.events(WAIT_S)
+        assert found, f"nothing happened after {seen}"
+        seen += found
+    return seen
 
 
 def local(request: pytest.FixtureRequest) -> Engine:

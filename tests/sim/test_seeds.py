@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tests.sim.policies import POLICIES
-from tests.sim.seeds import split
 
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
@@ -39,6 +38,15 @@ FIRST = [
     for first in range(0, EACH, CHUNK)
 ]
 FEW = {"sync": Sync(reduce="sum"), "async": Async()}
+
+
+def split(quick: int, total: int, first: int = 0) -> list[Any]:
+    """Ranges of seeds: the `quick` first ones, and those up to `total`, marked slow."""
+    rest = range(first + quick, first + total)
+    return [
+        pytest.param(range(first, first + quick), id="first"),
+        pytest.param(rest, id="rest", marks=pytest.mark.slow),
+    ]
 
 
 @pytest.mark.parametrize("first", FIRST)
