@@ -26,7 +26,7 @@ class Limits(Struct, frozen=True):
     payload_bytes_max: int = 16 << 30
     """A frame's payload over TCP."""
     arena_bytes_max: int = 64 << 30
-    """All arenas of one client, as mapped by one server."""
+    """All arenas of one client, as one server maps them, or mirrors those of another host."""
     arenas_max: int = 32
     """Most arenas of one client."""
     outstanding_max: int = 256
@@ -37,9 +37,6 @@ class Limits(Struct, frozen=True):
     """Connections of one listener."""
     send_buffer_bytes_max: int = 256 << 20
     """Replies that a peer has not read; past it nothing is read from the peer until it reads."""
-    buffers_bytes_max: int = 512 << 20
-    """Memory that a listener keeps to receive payloads in again, while it is unused; a server
-    keeps as much for the values that it sends."""
     snapshots_max: int = 64
     """Snapshots kept for a reader; past it the oldest is dropped and counted."""
     log_records_max: int = 10_000

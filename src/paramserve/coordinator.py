@@ -51,7 +51,6 @@ from paramserve.messages import (
 )
 from paramserve.recent import recorded
 from paramserve.transport.dial import may_listen
-from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen
 from paramserve.transport.tcp import join_place
 from paramserve.transport.timing import Loop, Pending
@@ -126,7 +125,7 @@ class CoordinatorRole:
         if hello.role == "register":
             self._servers.add(number)
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+    def frame(self, conn: Connection, header: bytes) -> None:
         try:
             message = _decode(header)
         except UnicodeDecodeError as error:  # msgspec's errors are told by the transport

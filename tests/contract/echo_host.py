@@ -7,9 +7,10 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from paramserve.config import Credentials, Limits
 from paramserve.errors import (
     WorkerFenced,
 )
-from paramserve.messages import Hello, Ok, Refused, Welcome, decoder, encode
+from paramserve.messages import Hello, Ok, Refused, Run, Welcome, decoder, encode
 from paramserve.transport.arena import Arena
 from paramserve.transport.connection import Connection
 from paramserve.transport.dial import dial
@@ -33,6 +34,10 @@ from paramserve.transport.listener import Listener, listen_tcp, listen_unix
 TOKEN = secrets.token_bytes(32)
 WAIT_S = 10.0
 ARENA_BYTES = 1 << 16
+RUNS = b" runs "
+"""In a header, before the runs that are to come back."""
+ECHO_BYTES = 32 << 20
+"""Of the arena that runs travel from and to, where none is shared."""
 STREAMS = ("unix", "tcp", "tls")
 
 
@@ -53,14 +58,17 @@ class Echo:
         if hello.role == "bug":
             raise ZeroDivisionError
         self.arenas.update(conn.arenas)
+        if not conn.arenas:
+            conn.arenas = {1: np.zeros(ECHO_BYTES, np.uint8)}
         with self.changed:
             self.opened_by.append(hello)
             self.kinds.append(conn.kind)
             self.changed.notify_all()
         if hello.rank == 77:
-            conn.send(b"sent while opening", [np.arange(3, dtype=np.uint8)])
+            conn.arenas[1][:3] = np.arange(3)
+            conn.send(b"sent while opening", [(1, 0, 3)])
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+    def frame(self, conn: Connection, header: bytes) -> None:
         with self.changed:
             self.headers.append(header)
             self.changed.notify_all()
@@ -73,13 +81,14 @@ class Echo:
             conn.send(b"doubled")
         elif word == b"flood":
             for _ in range(100):
-                conn.send(b"drop", [np.zeros(int(rest), np.uint8)])
+                conn.send(b"drop", [(1, 0, int(rest))])
         elif word == b"bug":
             raise ZeroDivisionError
         elif word == b"leave":
             conn.close()
         else:
-            conn.send(header, [payload] if payload is not None else ())
+            name, _, runs = header.partition(RUNS)
+            conn.send(name, _decode_runs(runs) if runs else ())
 
     def closed(self, conn: Connection) -> None:
         with self.changed:
@@ -138,7 +147,7 @@ class Host:
         hello = hello if hello is not None else Hello("client", client=1)
         arenas = arenas if arenas is not None else []
         limits = limits if limits is not None else Limits()
-        return Link.connect(
+        link = Link.connect(
             [self.address],
             hello,
             credentials=self.credentials,
@@ -146,6 +155,8 @@ class Host:
             timeout_s=WAIT_S,
             limits=limits,
         )
+        link.arenas = {1: np.zeros(ECHO_BYTES, np.uint8)}
+        return link
 
     def unproven(self) -> socket.socket:
         """A socket that is connected and has said nothing."""
@@ -206,6 +217,9 @@ def hosts_in(directory: Path) -> Iterator[MakeHost]:
 
 
 def frame(header: bytes, payload: bytes = b"") -> bytes:
+    """A frame as it travels, whose payload belongs to the start of arena 1."""
+    if payload:
+        header += struct.pack("<QQQI", 1, 0, len(payload), 1)
     return prelude(len(header), len(payload)) + header + payload
 
 
@@ -221,6 +235,30 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
 
 def read_frame(sock: socket.socket) -> bytes:
     return read_exactly(sock, int.from_bytes(read_exactly(sock, 20)[8:12], "little"))
+
+
+_decode_runs = msgspec.msgpack.Decoder(tuple[Run, ...]).decode
+
+
+def send_parts(link: Link, header: bytes, parts: Sequence[ByteArray]) -> None:
+    """Send a frame that comes back with these bytes, which lie in the link's arena meanwhile."""
+    runs, start = [], 0
+    for part in parts:
+        link.arenas[1][start : start + part.size] = part
+        runs.append((1, start, part.size))
+        start += -(-part.size // 64) * 64
+    link.send(header + RUNS + encode(tuple(runs)), runs)
+
+
+def read_parts(link: Link, sizes: Sequence[int]) -> list[ByteArray]:
+    """Read the bytes of such a frame, to where they were sent from."""
+    link.arenas[1].fill(0)
+    link.read_payload()
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(link.arenas[1][start : start + size].copy())
+        start += -(-size // 64) * 64
+    return parts
 
 
 def receive(link: Link) -> bytes:

@@ -33,7 +33,7 @@ from paramserve.errors import (
     ServerGone,
 )
 from paramserve.launch.reading import Watching
-from paramserve.messages import CoordinatorNotice, Hello, WorkerBeat, encode
+from paramserve.messages import Arenas, CoordinatorNotice, Hello, WorkerBeat, encode
 from paramserve.rules import Add
 from paramserve.transport.control import ControlLink
 
@@ -202,6 +202,8 @@ def test_client_that_vanishes_within_a_message_leaves_others_served(
     for number in range(20, 25):
         sock = cluster.peer()
         data = frame(encode(Hello("client", client=number)))
+        if part < 0:
+            data += frame(encode(Arenas(((1, 4096),))))
         data += frame(b"\x00" * 40, b"\x00" * (0 if part > 0 else 1000))
         sock.sendall(data[: len(data) - 1000 if part < 0 else 20 + 30 + part])
         wait_until(lambda n=number: n in shard._clients)

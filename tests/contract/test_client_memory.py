@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
 from tests.contract.role_cluster import RoleCluster, wait_until
 
-from paramserve.client import links
+from paramserve.client import Client, links
 from paramserve.client.exchange import FIRST_ARENA_BYTES, WINDOW
 from paramserve.client.step_parts import BlockPush
 from paramserve.config import Limits
@@ -83,12 +86,64 @@ def test_client_that_reads_nothing_stops_no_other(cluster: RoleCluster) -> None:
         ticket.release()
 
 
-# --- what servers keep for clients that ask for nothing more --------------------------------------
+# --- mirrors of clients on other hosts ------------------------------------------------------------
 
 
-IDLE_SIZE = 5_000_000
-"""40 MB of float64: the allocator gives so much back to the system as soon as it is free."""
-CLIENTS = 3
+def mirror_of(cluster: RoleCluster, client: Client) -> dict[int, Any]:
+    sessions = cluster.servers[0].role.shard.sessions
+    return sessions.by_client[client.connection.id].mirror
+
+
+def is_mirrored(cluster: RoleCluster, client: Client) -> bool:
+    arenas = client.connection.exchange._arenas.values()
+    mirror = mirror_of(cluster, client)
+    return {n: each.size for n, each in mirror.items()} == {a.number: a.nbytes for a in arenas}
+
+
+def test_mirror_has_the_arenas_of_its_client_and_ends_with_its_session(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("tcp")
+    client = cluster.client()
+    client.define("w", np.ones(SIZE), rule=Add())
+    for _ in range(2):
+        assert client.pull("w")[-1] == 1.0
+        assert is_mirrored(cluster, client)
+    exchange = client.connection.exchange
+    assert len(exchange._arenas) > 1
+    with exchange._lock:
+        for number in exchange._unused():
+            exchange._drop_arena(number)
+    (kept,) = exchange._arenas
+    mirrored = weakref.ref(mirror_of(cluster, client)[kept])
+    client.connection.reports()
+    assert is_mirrored(cluster, client)
+    assert mirror_of(cluster, client)[kept] is mirrored(), "what stays keeps its bytes"
+    cluster.cut(client)
+    assert client.pull("w")[-1] == 1.0
+    assert mirror_of(cluster, client)[kept] is mirrored(), "also over the next connection"
+    client.close()
+    wait_until(lambda: not cluster.servers[0].role.shard.sessions.by_client)
+
+    def back() -> bool:
+        gc.collect()
+        return mirrored() is None
+
+    wait_until(back)
+
+
+def test_mirror_takes_memory_only_where_it_is_written_to(make_cluster: MakeCluster) -> None:
+    """A shard has that of its own part of each slot."""
+    cluster = make_cluster("tcp", servers=4)
+    client = cluster.client()
+    client.define("w", np.ones(SIZE), rule=Add())
+    client.pull("w")
+    before = anonymous_bytes()
+    clients = [cluster.client() for _ in range(4)]
+    for each in clients:
+        each.pull("w")
+    most = len(clients) * 8 * SIZE * 2.2
+    assert anonymous_bytes() - before < most, "their own values, and a mirror of them"
 
 
 def anonymous_bytes() -> int:
@@ -97,21 +152,6 @@ def anonymous_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("the kernel does not tell")
-
-
-def test_values_that_idle_clients_have_read_over_tcp_are_not_kept(
-    make_cluster: MakeCluster,
-) -> None:
-    cluster = make_cluster("tcp", limits=Limits(buffers_bytes_max=0))
-    clients = [cluster.client() for _ in range(CLIENTS)]
-    clients[0].define("w", np.ones(IDLE_SIZE), rule=Add())
-    clients[0].push("w", np.zeros(IDLE_SIZE)).result()  # Its next request: nothing is kept for it.
-    before = anonymous_bytes()
-    for client in clients:
-        assert client.pull("w")[-1] == 1.0
-    wait_until(lambda: anonymous_bytes() < before + 8 * IDLE_SIZE)
-    cluster.cut(clients[0])  # It goes on as before, also on a new connection.
-    assert clients[0].pull("w")[-1] == 1.0
 
 
 # --- reports --------------------------------------------------------------------------------------

@@ -297,14 +297,15 @@ def test_client_over_clients_max_is_refused_and_others_go_on(make_cluster: MakeC
     assert first.pull("w").tolist() == [1.0] * 3
 
 
-@each_case(
+@each_case("kind", ["unix", "tcp"])
+@pytest.mark.parametrize(
     "limits", [Limits(arena_bytes_max=3 << 20), Limits(arenas_max=2)], ids=["bytes", "number"]
 )
 def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
-    make_cluster: MakeCluster, limits: Limits
+    make_cluster: MakeCluster, limits: Limits, kind: str
 ) -> None:
-    cluster = make_cluster("unix", servers=2, limits=limits)
-    client, other = cluster.client(), cluster.client()
+    cluster = make_cluster(kind, servers=2, limits=limits)
+    client, other = cluster.client(limits=limits), cluster.client(limits=limits)
     client.define("w", np.zeros(60_000), rule=Add())
     tickets = []
 
@@ -325,6 +326,17 @@ def test_arenas_over_the_limit_are_refused_and_the_client_goes_on(
     assert (other.pull("w") == 3.0).all()
     client.drain()
     assert not client.connection.exchange._pool.in_use_by
+
+
+def test_mirror_over_the_limit_of_its_server_is_told_and_others_go_on(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster("tcp", limits=Limits(arena_bytes_max=3 << 20))
+    client, other = cluster.client(), cluster.client()
+    client.define("w", np.zeros(3), rule=Add())
+    with pytest.raises(Overloaded, match="arena_bytes_max 3145728"):
+        client.define("v", np.zeros(1 << 19), rule=Add())
+    assert other.push("w", np.ones(3)).result().version == 1
 
 
 def test_payload_over_the_limit_is_told(make_cluster: MakeCluster) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.contract.on_wire import runs_sent
 from tests.suites import each_case
 
 import paramserve as ps
@@ -111,20 +112,10 @@ def test_bytes_on_the_socket_are_those_of_the_codec(make_cluster: MakeCluster) -
         cluster = make_cluster("tcp", servers=1, workers=1)
         client = cluster.client(rank=0)
         client.define("w", np.zeros(SIZE, np.float32), rule=Add(), push=codec)
-        (shard,) = client.connection.exchange.shards
-        assert shard.link is not None
-        payloads: list[int] = []
-        inline = client.connection.exchange.payloads.inline
-
-        def watch(number: int, message: Any, payload: Any, of: Any = (inline, payloads)) -> Any:
-            made = of[0](number, message, payload)
-            of[1].append(payload.nbytes)
-            return made
-
-        client.connection.exchange.payloads.inline = watch  # type: ignore[method-assign]
-        client.push("w", normal(1)).result()
-        sent[codec is None] = payloads[-1]
-    assert sent == {True: 4 * SIZE, False: -(-Int8().size(SIZE) // 64) * 64}
+        with runs_sent(client) as runs:
+            client.push("w", normal(1)).result()
+        sent[codec is None] = runs
+    assert sent == {True: [[4 * SIZE]], False: [[Int8().size(SIZE)]]}
 
 
 def test_same_host_sends_nothing_encoded_unless_told(make_cluster: MakeCluster) -> None:

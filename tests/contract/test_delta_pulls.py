@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.conftest import MakeCluster
+from tests.contract.on_wire import payloads_read, runs_sent
 from tests.contract.role_cluster import RoleCluster, in_threads
 from tests.suites import each_case
 
@@ -26,7 +27,7 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.delta_stream import HEAD_BYTES, LENGTH_BYTES, Position
 from paramserve.core.partition import Block
 from paramserve.errors import CodecMismatch, ParamServeError, ProtocolError, ShapeMismatch
-from paramserve.messages import ALIGN, ReadTarget, Step
+from paramserve.messages import ReadTarget, Step
 from paramserve.rules import Add
 from paramserve.worker import Worker
 
@@ -66,7 +67,7 @@ def whole(client: Client, block: Block) -> Any:
 
 
 def readers(client: Client, block: Block) -> list[Any]:
-    return [client.connection.exchange.payloads._readers.get((block.id, s)) for s in range(2)]
+    return [client.connection.exchange.decoder._readers.get((block.id, s)) for s in range(2)]
 
 
 def saying(said: Position) -> Any:
@@ -74,22 +75,7 @@ def saying(said: Position) -> Any:
     return property(lambda _: said)
 
 
-class Counted:
-    """The bytes of the payloads that a client gets from a shard."""
-
-    def __init__(self, client: Client, shard: int = 0) -> None:
-        link: Any = client.connection.exchange.shards[shard].link
-        self.sizes: list[int] = []
-        read = link.read_payload
-
-        def counted(into: Any) -> None:
-            self.sizes.append(link.payload_bytes)
-            read(into)
-
-        link.read_payload = counted
-
-
-def padded(nbytes: int, to: int = ALIGN) -> int:
+def padded(nbytes: int, to: int) -> int:
     return -(-nbytes // to) * to
 
 
@@ -145,7 +131,7 @@ def test_bytes_are_those_of_the_deltas(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("tcp", servers=1, workers=1)
     client, other = cluster.client(rank=0), cluster.client()
     define(client)
-    came = Counted(client)
+    came = payloads_read(client)
     client.pull("w")
     client.pull("w")
     client.push_pull({"w": normal(1)})
@@ -154,11 +140,11 @@ def test_bytes_are_those_of_the_deltas(make_cluster: MakeCluster) -> None:
         other.pull("w")
     client.pull("w")
     delta = LENGTH_BYTES + padded(Int4().size(SIZE), 8)
-    assert came.sizes == [
-        padded(HEAD_BYTES + 4 * SIZE),  # nothing was there
-        padded(HEAD_BYTES),  # nothing has changed
-        padded(HEAD_BYTES + delta),
-        padded(HEAD_BYTES + 3 * delta),
+    assert came == [
+        HEAD_BYTES + 4 * SIZE,  # nothing was there
+        HEAD_BYTES,  # nothing has changed
+        HEAD_BYTES + delta,
+        HEAD_BYTES + 3 * delta,
     ]
 
 
@@ -194,7 +180,8 @@ def test_values_of_a_version_are_encoded_once(
         found = np.array(client.pull("w"))
         assert np.abs(found - normal(5)).mean() < 0.3, "the encoded copy is of values before"
     assert len(calls) == before + 1
-    assert held(cluster, blocks[0], 0).as_read() is held(cluster, blocks[0], 0).as_read()
+    kept = held(cluster, blocks[0], 0)
+    assert kept._encoded_values() is kept._encoded_values()
 
 
 def test_same_host_has_whole_values_unless_told(make_cluster: MakeCluster) -> None:
@@ -276,8 +263,8 @@ def test_servers_that_go_on_from_a_checkpoint_begin_anew(
     resumed = make_cluster("tcp", servers=2, workers=1, checkpoints=plan)
     again = resumed.client(rank=0)
     block = define(again)
-    follower = client.connection.exchange.payloads._readers
-    again.connection.exchange.payloads._readers |= follower
+    follower = client.connection.exchange.decoder._readers
+    again.connection.exchange.decoder._readers |= follower
     followed = {shard: reader.position for (_, shard), reader in follower.items()}
     found = np.array(again.pull("w"))
     np.testing.assert_array_equal(found, values)
@@ -300,8 +287,8 @@ def test_read_that_is_interrupted_comes_again(
     client = cluster.client(rank=0)
     block = define(client)
     client.push_pull({"w": normal(1)}, tick=True)
-    payloads = client.connection.exchange.payloads
-    own, calls = payloads._take_changes, list[Any]()
+    decoder = client.connection.exchange.decoder
+    own, calls = decoder._decode, list[Any]()
 
     def interrupted(*given: Any) -> None:
         calls.append(given)
@@ -310,7 +297,7 @@ def test_read_that_is_interrupted_comes_again(
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(payloads, "_take_changes", interrupted)
+    monkeypatch.setattr(decoder, "_decode", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.push_pull({"w": normal(2)}, tick=True)
     for seed in range(3, 5):
@@ -329,16 +316,22 @@ def test_answer_that_no_reader_can_use_ends_the_exchange(
     client.pull("w")
     (stream,) = (held(cluster, block, 0).stream,)
     assert stream is not None
-    before = client.connection.exchange.payloads._readers[block.id, 0]._has
+    before = client.connection.exchange.decoder._readers[block.id, 0]._has
     stream._number += 5
     stream._deltas.extend([np.zeros(Int4().size(SIZE), np.uint8)] * 5)
     client.push("w", normal(1)).result()
     own = stream.answer
-    monkeypatch.setattr(stream, "answer", lambda *given: own(*given)[:-64])
+
+    def cut(*given: Any) -> Any:
+        data = own(*given).copy()
+        data[HEAD_BYTES : HEAD_BYTES + LENGTH_BYTES] = 0xFF
+        return data
+
+    monkeypatch.setattr(stream, "answer", cut)
     with pytest.raises(ProtocolError, match=r"cannot decode: .* bytes") as caught:
         client.pull("w")
     assert "ps.Delta(ps.Int4)" in str(caught.value)
-    assert client.connection.exchange.payloads._readers[block.id, 0]._has is before
+    assert client.connection.exchange.decoder._readers[block.id, 0]._has is before
 
 
 @each_case("has", [(1 << 40, -1), (-3, 0), (None, 1)], ids=["number", "stream", "new"])
@@ -389,20 +382,20 @@ def test_whatever_a_client_says_that_it_has_the_servers_go_on(
     assert cluster.serving.errors == []
 
 
-@each_case("offset", [-1, 1 << 20, 8])
-def test_read_that_says_nothing_of_what_its_client_has_is_refused(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, offset: int
+@each_case(("offset", "room"), [(-64, 0), (1 << 40, 0), (0, -1), (0, 1 << 40)])
+def test_read_that_has_no_room_for_whole_values_is_refused(
+    make_cluster: MakeCluster, offset: int, room: int
 ) -> None:
     cluster = make_cluster("tcp", servers=1, workers=1)
     client = cluster.client(rank=0)
     block = define(client)
-    slot = client.connection.exchange.take(4 * SIZE)
-    step = Step(0, block.group, 0, False, (), (ReadTarget(block.id, 0, offset),))
-    payloads = client.connection.exchange.payloads
-    with monkeypatch.context() as patched:
-        patched.setattr(payloads, "inline", lambda shard, message, payload: message)
-        with pytest.raises(ShapeMismatch, match="of a request's payload, which has 0 bytes"):
-            client.steps.finish("pull", [step], None, [slot])
+    slot = client.connection.exchange.take(8 * SIZE)
+    at, room = slot.offset + offset - 64 * (offset < 0), HEAD_BYTES + 4 * SIZE + room
+    step = Step(0, block.group, 0, False, (), (ReadTarget(block.id, slot.arena, at, None, room),))
+    if offset < 0:
+        step.pull = (ReadTarget(block.id, slot.arena, -64, None, room),)
+    with pytest.raises(ShapeMismatch, match=f"{HEAD_BYTES + 4 * SIZE} bytes are not in {room}"):
+        client.steps.finish("pull", [step], None, [slot])
     np.testing.assert_array_equal(client.pull("w"), normal(0))
 
 
@@ -551,23 +544,16 @@ def test_bytes_of_500_own_steps_in_4_bits_against_float32_every_step(
         client = cluster.client(rank=0)
         client.define("w", normal(0, size), rule=Add(), **codecs)
         client.pull("w")
-        came, payloads, gone = Counted(client), client.connection.exchange.payloads, list[int]()
-        inline = payloads.inline
-
-        def counted(shard: int, message: Any, payload: Any, of: Any = (inline, gone)) -> Any:
-            made = of[0](shard, message, payload)
-            of[1].append(payload.nbytes)
-            return made
-
-        payloads.inline = counted  # type: ignore[method-assign]
-        client.push_pull({"w": normal(1, size)}, tick=True)
-        sent[name] = sum(came.sizes) + sum(gone)
+        came = payloads_read(client)
+        with runs_sent(client) as gone:
+            client.push_pull({"w": normal(1, size)}, tick=True)
+        sent[name] = sum(came) + sum(map(sum, gone))
         if name == "4 bits":
             encoder = client.steps.encoder
             assert encoder is not None
             assert encoder.sent_bytes == codec.size(size) == size // 2 + 4 * size // 256
-            assert gone == [codec.size(size) + ALIGN], "the gradient, and what it has of the values"
-            assert came.sizes == [padded(HEAD_BYTES + LENGTH_BYTES + back.size(size))]
+            assert gone == [[codec.size(size)]]
+            assert came == [HEAD_BYTES + LENGTH_BYTES + padded(back.size(size), 8)]
     assert sent["float32"] == 8 * size
     times = every * sent["float32"] / sent["4 bits"]
     assert least < times < most, times

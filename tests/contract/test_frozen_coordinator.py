@@ -15,7 +15,6 @@ from paramserve.client.heartbeat import Heartbeat
 from paramserve.config import NO_CREDENTIALS, Deadlines, Limits
 from paramserve.messages import Hello, Reconnect, WorkerBeat
 from paramserve.transport.control import ControlLink
-from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, listen_unix
 
 FROZEN_S = 1e4
@@ -33,7 +32,7 @@ class Frozen:
     def opened(self, conn: Connection, hello: Hello) -> None:
         self.conns.append(conn)
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+    def frame(self, conn: Connection, header: bytes) -> None:
         self.asked.set()
 
     def closed(self, conn: Connection) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.conftest import MakeCluster
+from tests.contract.on_wire import payloads_read, runs_sent
 from tests.contract.ranks import Ranks
 from tests.suites import each_case
 from torch import Tensor, nn
@@ -163,39 +164,19 @@ def test_masters_are_those_of_float32_and_values_are_these_rounded_once(
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-class Measured:
-    """The bytes that one step of a client takes.
+def taken_bytes(client: Client, step: Callable[[], object]) -> int:
+    """Of the slots that a step of a client takes."""
+    exchange, taken = client.connection.exchange, list[int]()
+    own = exchange.take_each
 
-    Attributes:
-        taken: of its slots.
-        sent: payloads of its frames.
-        came: payloads that it reads.
-    """
+    def watch(sizes: Any) -> Any:
+        taken.extend(sizes)
+        return own(sizes)
 
-    def __init__(self, client: Client, step: Callable[[], object]) -> None:
-        self.taken = self.sent = self.came = 0
-        exchange = client.connection.exchange
-        self._take, self._inline = exchange.take_each, exchange.payloads.inline
-        self._landing = exchange.payloads._landing
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(exchange, "take_each", self._taking)
-            patched.setattr(exchange.payloads, "inline", self._sending)
-            patched.setattr(exchange.payloads, "_landing", self._coming)
-            step()
-
-    def _taking(self, sizes: Any) -> Any:
-        self.taken += sum(sizes)
-        return self._take(sizes)
-
-    def _sending(self, shard: int, message: Any, payload: Any) -> Any:
-        made = self._inline(shard, message, payload)
-        self.sent += payload.nbytes
-        return made
-
-    def _coming(self, *arguments: Any) -> Any:
-        into = self._landing(*arguments)
-        self.came += into.nbytes
-        return into
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exchange, "take_each", watch)
+        step()
+    return sum(taken)
 
 
 @each_case("kind", ["unix", "tcp"])
@@ -210,10 +191,14 @@ def test_slots_and_payloads_have_half_the_bytes(
         ("w", given(value), 2),
         ("plain", value.float().numpy(), 4),
     ):
-        found = Measured(client, partial(client.push_pull, {name: gradient}))
-        assert found.taken == 2 * itemsize * SIZE, "a gradient, and values"
+        taken = taken_bytes(client, partial(client.push_pull, {name: gradient}))
+        assert taken == 2 * itemsize * SIZE, "a gradient, and values"
+        came = [payloads_read(client, shard) for shard in range(2)]
+        with runs_sent(client) as sent:
+            client.push_pull({name: gradient})
         on_wire = itemsize * SIZE if kind == "tcp" else 0
-        assert (found.sent, found.came) == (on_wire, on_wire)
+        assert sum(map(sum, sent)) == on_wire
+        assert sum(map(sum, came)) == on_wire
     slot = client.dense.gradient_slot(block)
     assert slot.nbytes == 2 * SIZE
 

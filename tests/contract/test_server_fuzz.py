@@ -27,6 +27,7 @@ from paramserve.core.table.options import TableOptions, Zeros
 from paramserve.errors import ParamServeError, PushTimeout, ServerGone
 from paramserve.messages import (
     Acknowledge,
+    Arenas,
     AskReport,
     AskStatus,
     Assign,
@@ -222,9 +223,9 @@ peers = st.one_of(
 )
 
 
-def say(link: Link, message: Any, payload: int) -> bool:
+def say(link: Link, message: Any, nbytes: int) -> bool:
     """Send a message, and wait until it was dealt with; False if that ended the connection."""
-    link.send(encode(message), [np.zeros(payload, np.uint8)] if payload else ())
+    link.send(encode(message), [(1, 64, nbytes)] if nbytes else ())
     link.send(encode(AskReport()))
     while True:
         header = link.receive(WAIT_S)
@@ -235,7 +236,7 @@ def say(link: Link, message: Any, payload: int) -> bool:
 
 
 def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
-    """Random messages of a client with an arena, most with the right number, some with payloads."""
+    """Random messages of a client with an arena, most with the right number, some with bytes."""
 
     @FUZZ
     @given(
@@ -250,13 +251,16 @@ def test_server_survives_random_requests(make_cluster: MakeCluster) -> None:
         number += 1
         arena = Arena.create(8192, 1)
         link = harness.untrusted(client=number, arenas=[arena] if kind == "unix" else [])
+        link.arenas = {1: arena.memory}
+        if not link.shared:
+            link.send(encode(Arenas(((1, arena.nbytes),))))
         seq = 0
-        for message, in_order, payload in steps:
+        for message, in_order, nbytes in steps:
             if in_order and hasattr(message, "seq") and not isinstance(message, Read):
                 seq += 1
                 message = msgspec.structs.replace(message, seq=seq)
             try:
-                say(link, message, payload)
+                say(link, message, nbytes)
             except ConnectionError:
                 break
         link.close()

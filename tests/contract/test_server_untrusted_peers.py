@@ -18,7 +18,7 @@ from tests.contract.harness import HELLO, UNTRUSTED, Harness
 from tests.contract.role_cluster import WAIT_S, wait_until
 from tests.suites import each_case
 
-from paramserve.config import Credentials
+from paramserve.config import Credentials, Limits
 from paramserve.consistency.built_in import Sync
 from paramserve.errors import (
     NotAuthenticated,
@@ -28,6 +28,7 @@ from paramserve.errors import (
     WorkerFenced,
 )
 from paramserve.messages import (
+    Arenas,
     AskReport,
     Assign,
     Batch,
@@ -195,13 +196,17 @@ def bad_gradients(seq: int) -> dict[str, tuple[Any, str, str]]:
     def pushing(**fields: Any) -> Step:
         return Step(seq, 0, 0, False, (msgspec.structs.replace(gradient, **fields),), ())
 
+    def pulling(**fields: Any) -> Step:
+        return Step(seq, 0, 0, False, (), (ReadTarget(0, 1, 64, **fields),))
+
     return {
         "unaligned": (pushing(offset=65), "ShapeMismatch", "88 bytes at offset 65"),
         "negative offset": (pushing(offset=-64), "ShapeMismatch", "offset -64"),
         "past the arena": (pushing(offset=8192 - 64), "ShapeMismatch", "there are 8192"),
         "far past it": (pushing(offset=1 << 62), "ShapeMismatch", "there are 8192"),
         "unknown arena": (pushing(arena=9), "ShapeMismatch", "arena 9"),
-        "no payload": (pushing(arena=0), "ShapeMismatch", "there are 0 bytes"),
+        "no arena": (pushing(arena=0), "ShapeMismatch", "there are 0 bytes"),
+        "no room": (pulling(room=64), "ShapeMismatch", "without a codec of pulls"),
         "unknown block": (pushing(block=99), "UnknownName", "no block 99"),
         "negative block": (pushing(block=-1), "UnknownName", "no block -1"),
         "unknown piece": (pushing(active=(5,)), "ShapeMismatch", "5"),
@@ -278,6 +283,70 @@ def test_nonsense_is_refused_with_its_number_and_the_connection_goes_on(
     assert harness.member.push("w", np.zeros(8)).result().version == number + 1
 
 
+TOO_MUCH = Limits().arena_bytes_max + 1
+BAD_ARENAS: dict[str, tuple[tuple[tuple[int, int], ...], str, str]] = {
+    "number 0": (((0, 4096),), "ProtocolError", "were named"),
+    "twice": (((1, 4096), (1, 8192)), "ProtocolError", "were named"),
+    "no bytes": (((1, 0),), "ProtocolError", "were named"),
+    "below 0": (((1, -64),), "ProtocolError", "were named"),
+    "too large": (((1, TOO_MUCH),), "Overloaded", f"1 arenas of {TOO_MUCH} bytes"),
+    "together": (((1, TOO_MUCH - 64), (2, 64)), "Overloaded", f"2 arenas of {TOO_MUCH} bytes"),
+    "too many": (tuple((n, 64) for n in range(1, 34)), "Overloaded", "33 arenas"),
+}
+
+
+@each_case("kind", ["unix", "tcp"])
+def test_arenas_that_no_server_mirrors_end_the_link_and_others_go_on(
+    make_cluster: MakeCluster, kind: str
+) -> None:
+    harness = Harness(make_cluster(kind))
+    for arenas, error, words in BAD_ARENAS.values():
+        link = harness.untrusted()
+        link.send(encode(Arenas(((1, 4096),))))
+        link.send(encode(Arenas(arenas)))
+        header = link.receive(WAIT_S)
+        assert header is not None
+        told = msgspec.msgpack.decode(header, type=Refused)
+        assert (told.seq, told.kind) == (0, error)
+        assert words in told.failed
+        with pytest.raises(ConnectionError):
+            link.receive(WAIT_S)
+        link.close()
+        harness.goes_on()
+
+
+def test_arenas_of_a_client_whose_memory_is_mapped_are_refused(one_harness: Harness) -> None:
+    arena = Arena.create(8192, 1)
+    link = one_harness.untrusted(arenas=[arena])
+    link.send(encode(Arenas(((1, 4096),))))
+    header = link.receive(WAIT_S)
+    assert header is not None
+    assert "need no mirror" in msgspec.msgpack.decode(header, type=Refused).failed
+    with pytest.raises(ConnectionError):
+        link.receive(WAIT_S)
+    link.close()
+    arena.close()
+    one_harness.goes_on()
+
+
+def test_bytes_for_no_arena_end_the_link_before_they_are_taken(make_cluster: MakeCluster) -> None:
+    harness = Harness(make_cluster("tcp"))
+    for run in ((2, 0, 64), (1, 4096, 1), (1, 0, 4097)):
+        link = harness.untrusted()
+        link.send(encode(Arenas(((1, 4096),))))
+        link.arenas = {1: np.ones(8192, np.uint8), 2: np.ones(64, np.uint8)}
+        link.send(encode(AskReport()), [run])
+        header = link.receive(WAIT_S)
+        assert header is not None
+        told = msgspec.msgpack.decode(header, type=Refused)
+        assert (told.seq, told.kind) == (0, "ProtocolError")
+        assert f"offset {run[1]} of arena {run[0]}" in told.failed
+        mirror = harness.cluster.servers[0].role.shard.sessions.by_client[UNTRUSTED].mirror
+        assert not any(each.any() for each in mirror.values())
+        link.close()
+        harness.goes_on()
+
+
 def test_number_out_of_order_cuts_the_connection(harness: Harness) -> None:
     link = harness.untrusted()
     link.send(encode(Fetch(5, 0, 0, 0, 0)))
@@ -290,11 +359,14 @@ def test_more_than_the_window_cuts_the_connection(make_cluster: MakeCluster) -> 
     harness = Harness(make_cluster("unix", workers=1, policy=Sync()), rank=0)
     harness.cluster.mark_dead(0)
     worker = harness.cluster.client(0)
-    link = harness.untrusted(client=worker.connection.id, rank=0, incarnation=2, window=2)
+    arena = Arena.create(8192, 1)
+    link = harness.untrusted(
+        client=worker.connection.id, rank=0, incarnation=2, window=2, arenas=[arena]
+    )
     harness.cluster.servers[0].role.shard.sessions.by_client[worker.connection.id].requests = 4
     link.send(encode(JoinGroup(1, 0)))
     link.receive(WAIT_S)
-    held = Step(0, 0, 5, False, (), (ReadTarget(0, 0, 0),))
+    held = Step(0, 0, 5, False, (), (ReadTarget(0, 1, 64),))
 
     def flood() -> None:
         for seq in range(2, 11):

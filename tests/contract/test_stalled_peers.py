@@ -78,7 +78,7 @@ class Receiver(Echo):
     def opened(self, *_: object) -> None:
         pass
 
-    def frame(self, conn: object, header: bytes, payload: object) -> None:
+    def frame(self, conn: object, header: bytes) -> None:
         with self.changed:
             self.headers.append(header)
             self.changed.notify_all()

@@ -185,3 +185,29 @@ def test_client_calls_of_a_synchronous_step(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("unix", workers=1, policy=Sync())
     tensors = Tensors(cluster.client(0), 20, 100)
     check(cluster, tensors.step, 92, tensors.lend)
+
+
+@each_case(("kind", "client", "server"), [("unix", 56, 45), ("tcp", 60, 45)])
+def test_functions_of_a_small_synchronous_step(
+    make_cluster: MakeCluster, kind: str, client: int, server: int
+) -> None:
+    """Of Python, without builtins, and on the server without those of its event loop."""
+    cluster = make_cluster(kind, workers=1, policy=Sync())
+    tensors = Tensors(cluster.client(0), 1, SMALL)
+    calls = counted(cluster, tensors.step, tensors.lend).client
+    assert functions(calls) <= client, table(calls)
+    on_server = Calls(str(Path(paramserve.__file__).parent))
+    cluster.on_server(lambda: sys.setprofile(on_server))
+    tries = []
+    for _ in range(TRIES):
+        for _ in range(STEPS):
+            tensors.lend()
+            tensors.step()
+        cluster.on_server(lambda: tries.append(on_server.take()))
+    cluster.on_server(lambda: sys.setprofile(None))
+    fewest = min(tries, key=functions)  # a heartbeat of the server may fall into some
+    assert functions(fewest) <= server * STEPS, table(fewest)
+
+
+def functions(calls: Counter[str]) -> int:
+    return sum(count for name, count in calls.items() if ".py:" in name or name[0] == "<")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import struct
 import threading
 import time
 import warnings
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tests.contract.echo_host import (
     ARENA_BYTES,
+    ECHO_BYTES,
     STREAMS,
     WAIT_S,
     Host,
@@ -21,7 +23,10 @@ from tests.contract.echo_host import (
     assert_ends,
     open_fds,
     ping,
+    read_parts,
     receive,
+    refusal_before_the_end,
+    send_parts,
 )
 from tests.contract.role_cluster import wait_until
 from tests.suites import each_case
@@ -34,6 +39,7 @@ from paramserve.errors import (
 )
 from paramserve.messages import Hello, Refused
 from paramserve.transport.arena import Arena
+from paramserve.transport.framing import prelude
 from paramserve.transport.link import Link
 
 
@@ -70,26 +76,25 @@ def test_many_frames_in_flight_come_back_in_order(host: Host) -> None:
     link.close()
 
 
-@each_case("sizes", [(1,), (63, 64, 65), (3_000_001, 0, 5), (20_000_000,)])
-def test_payload_comes_back_whole(host: Host, sizes: tuple[int, ...]) -> None:
+@each_case("sizes", [(1,), (63, 64, 65), (3_000_001, 0, 5), (20_000_000,), (1,) * 3000])
+def test_runs_come_back_whole(host: Host, sizes: tuple[int, ...]) -> None:
     link = host.connect()
     random = np.random.default_rng(0)
     parts = [random.integers(0, 256, size, np.uint8) for size in sizes]
-    into = [np.zeros(size, np.uint8) for size in sizes]
     for header in (b"one", b"two"):
-        link.send(header, parts)
+        send_parts(link, header, parts)
     for header in (b"one", b"two"):
         assert receive(link) == header
-        assert link.payload_bytes == sum(-(-size // 64) * 64 for size in sizes)
-        link.read_payload(into)
-        assert all(np.array_equal(a, b) for a, b in zip(parts, into, strict=True))
+        assert link.payload_bytes == sum(sizes)
+        found = read_parts(link, sizes)
+        assert all(np.array_equal(a, b) for a, b in zip(parts, found, strict=True))
     ping(link)
     link.close()
 
 
 def test_payload_can_be_skipped(host: Host) -> None:
     link = host.connect()
-    link.send(b"one", [np.ones(3_000_000, np.uint8)])
+    send_parts(link, b"one", [np.ones(3_000_000, np.uint8)])
     link.send(b"two")
     assert receive(link) == b"one"
     link.skip_payload()
@@ -97,38 +102,81 @@ def test_payload_can_be_skipped(host: Host) -> None:
     link.close()
 
 
-def test_payload_must_be_read_whole_and_before_the_next_frame(host: Host) -> None:
+def test_payload_must_be_read_before_the_next_frame(host: Host) -> None:
     link = host.connect()
-    link.send(b"one", [np.ones(100, np.uint8)])
+    send_parts(link, b"one", [np.ones(100, np.uint8)])
     receive(link)
     with pytest.raises(RuntimeError, match="read or skip"):
         link.receive(0)
-    with pytest.raises(ValueError, match="128 bytes, the arrays for it take 64"):
-        link.read_payload([np.zeros(64, np.uint8)])
-    into = np.zeros(100, np.uint8)
-    link.read_payload([into])
-    assert into.all()
+    assert read_parts(link, [100])[0].all()
     ping(link)
     link.close()
 
 
-def test_payload_may_change_after_send_returns(host: Host) -> None:
+def test_memory_may_change_after_send_returns(host: Host) -> None:
     link = host.connect()
-    data, into = np.full(1_000_000, 1, np.uint8), np.zeros(1_000_000, np.uint8)
-    link.send(b"x", [data])
-    data[:] = 2
+    send_parts(link, b"x", [np.full(1_000_000, 1, np.uint8)])
+    link.arenas[1].fill(2)
     receive(link)
-    link.read_payload([into])
-    assert (into == 1).all()
+    assert (read_parts(link, [1_000_000])[0] == 1).all()
     link.close()
+
+
+BAD_RUNS = {
+    "no such arena": ([(2, 0, 1)], 1, "offset 0 of arena 2, which has 0 bytes"),
+    "behind its end": ([(1, ECHO_BYTES, 1)], 1, f"which has {ECHO_BYTES} bytes"),
+    "over its end": ([(1, ECHO_BYTES - 1, 2)], 2, f"which has {ECHO_BYTES} bytes"),
+    "far behind": ([(1, (1 << 64) - 1, 1)], 1, f"which has {ECHO_BYTES} bytes"),
+    "too many bytes": ([(1, 0, 3)], 2, "do not name the 2 bytes"),
+    "too few bytes": ([(1, 0, 3)], 4, "do not name the 4 bytes"),
+    "second one bad": ([(1, 0, 1), (1, ECHO_BYTES, 1)], 2, f"which has {ECHO_BYTES} bytes"),
+    "none": ([], 1, "do not name the 1 bytes"),
+}
+
+
+@each_case("kind", STREAMS)
+def test_runs_that_are_none_are_cut_off_before_a_byte_is_taken(
+    make_host: MakeHost, kind: str
+) -> None:
+    host = make_host(kind)
+    other = host.connect(Hello("client", client=2))
+    for runs, payload_bytes, words in BAD_RUNS.values():
+        sock = host.known(client=3)
+        table = b"".join(struct.pack("<QQQ", *run) for run in runs)
+        header = b"over" + table + struct.pack("<I", len(runs))
+        sock.sendall(prelude(len(header), payload_bytes) + header)
+        assert words in refusal_before_the_end(sock).failed
+    sock = host.known(client=3)
+    sock.sendall(prelude(8, 1) + b"over" + struct.pack("<I", 1 << 31))
+    assert "do not name the 1 bytes" in refusal_before_the_end(sock).failed
+    sock = host.known(client=3)
+    sock.sendall(prelude(3, 1) + b"ove")
+    assert "do not name the 1 bytes" in refusal_before_the_end(sock).failed
+    assert host.handler.headers == []
+    ping(other)
+    other.close()
+
+
+@each_case("kind", STREAMS)
+def test_payload_that_never_ends_holds_up_only_its_own_connection(
+    make_host: MakeHost, kind: str
+) -> None:
+    host = make_host(kind)
+    other = host.connect(Hello("client", client=2))
+    sock = host.known()
+    header = b"over" + struct.pack("<QQQI", 1, 0, 1_000_000, 1)
+    sock.sendall(prelude(len(header), 1_000_000) + header + bytes(500_000))
+    ping(other)
+    sock.close()
+    host.handler.wait(lambda: host.handler.closed_by == [1])
+    assert host.handler.headers == [b"ping"]
+    other.close()
 
 
 def test_what_is_sent_while_opening_arrives_first(host: Host) -> None:
     link = host.connect(Hello("client", rank=77))
     assert receive(link) == b"sent while opening"
-    into = np.zeros(3, np.uint8)
-    link.read_payload([into])
-    assert into.tolist() == [0, 1, 2]
+    assert read_parts(link, [3])[0].tolist() == [0, 1, 2]
     link.close()
 
 
@@ -188,13 +236,12 @@ def test_several_clients_do_not_disturb_each_other(host: Host) -> None:
     def run(number: int) -> None:
         try:
             link = host.connect(Hello("client", client=number))
-            data, into = np.full(100_000, number, np.uint8), np.zeros(100_000, np.uint8)
+            data = np.full(100_000, number, np.uint8)
             for i in range(50):
                 ping(link, b"%d %d" % (number, i))
-                link.send(b"payload", [data])
+                send_parts(link, b"payload", [data])
                 assert receive(link) == b"payload"
-                link.read_payload([into])
-                assert (into == number).all()
+                assert (read_parts(link, [100_000])[0] == number).all()
             link.close()
         except BaseException as error:
             failures.append(error)
@@ -221,15 +268,15 @@ def test_header_over_the_limit_is_not_sent(make_host: MakeHost, host: Host) -> N
 def test_payload_over_the_limit_is_cut_off_with_a_reason(make_host: MakeHost, kind: str) -> None:
     host = make_host(kind, Limits(payload_bytes_max=1024))
     link, other = host.connect(), host.connect(Hello("client", client=2))
-    link.send(b"just", [np.zeros(1024, np.uint8)])
+    send_parts(link, b"just", [np.zeros(1024, np.uint8)])
     receive(link)
     link.skip_payload()
-    link.send(b"over", [np.zeros(1025, np.uint8)])
+    send_parts(link, b"over", [np.zeros(1025, np.uint8)])
     with contextlib.suppress(ConnectionResetError):
         reason = msgspec.msgpack.decode(receive(link), type=Refused)
-        assert "1088 bytes, the limit is 1024" in reason.failed
+        assert "1025 bytes, the limit is 1024" in reason.failed
     assert_ends(link)
-    assert b"over" not in host.handler.headers
+    assert not any(each.startswith(b"over") for each in host.handler.headers)
     ping(other)
     other.close()
 
@@ -272,7 +319,7 @@ def test_reply_over_the_send_buffer_reaches_a_peer_that_reads(
 ) -> None:
     host = make_host(kind, Limits(send_buffer_bytes_max=1 << 16))
     link = host.connect()
-    link.send(b"big", [np.zeros(10_000_000, np.uint8)])
+    send_parts(link, b"big", [np.zeros(10_000_000, np.uint8)])
     assert receive(link) == b"big"
     link.skip_payload()
     ping(link)

@@ -12,18 +12,14 @@ import ssl
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.contract.echo_host import (
     TOKEN,
     WAIT_S,
     Echo,
-    Host,
     MakeHost,
     ping,
-    receive,
 )
-from tests.contract.role_cluster import wait_until
 from tests.needs import needs_ipv6
 from tests.suites import each_case
 
@@ -31,9 +27,6 @@ from paramserve.config import NO_CREDENTIALS, Credentials, Deadlines, Limits
 from paramserve.errors import ConnectTimeout, NotAuthenticated, ParamServeError
 from paramserve.messages import Hello
 from paramserve.transport import dial, tcp
-from paramserve.transport.buffers import Buffers
-from paramserve.transport.connection import Connection
-from paramserve.transport.framing import ByteArray, prelude
 from paramserve.transport.link import Link
 from paramserve.transport.listener import Listener, listen, listen_tcp, listen_unix
 
@@ -271,70 +264,3 @@ def test_connection_that_is_cut_off_as_lost_ends_on_both_sides(
     ping(other)
     link.close()
     other.close()
-
-
-# --- memory for payloads -------------------------------------------------------------------------
-
-
-class Keeps(Echo):
-    """Keeps a part of each payload, as Sync keeps gradients until it commits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[ByteArray] = []
-
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        if payload is not None and header.startswith(b"keep"):
-            self.kept.append(payload[1000:2000].view(np.float32))
-        conn.send(header)
-
-
-@each_case("kind", TCP_KINDS)
-def test_payload_that_a_handler_keeps_is_never_overwritten(make_host: MakeHost, kind: str) -> None:
-    host = make_host(kind)
-    host.handler = host.listener._handler = Keeps()
-    link = host.connect()
-    link.send(b"drop", [np.zeros(1_000_000, np.uint8)])
-    assert receive(link) == b"drop"
-    wait_until(lambda: pool_of(host).idle_bytes > 1_000_000)
-    for number in range(12):
-        header = b"keep" if number % 3 == 0 else b"drop"
-        link.send(header, [np.full(1_000_000, number + 1, np.uint8)])
-        assert receive(link) == header
-    written = [set(part.view(np.uint8)) for part in host.handler.kept]
-    assert written == [{number + 1} for number in range(0, 12, 3)]
-    wait_until(lambda: pool_of(host).idle_bytes > 1_000_000)
-    assert pool_of(host).idle_bytes < 2_000_000  # One for all that were dropped.
-    host.handler.kept.clear()
-    assert pool_of(host).idle_bytes > 5_000_000
-    link.close()
-
-
-@each_case("kind", TCP_KINDS)
-def test_payload_that_never_ends_gives_its_memory_back(make_host: MakeHost, kind: str) -> None:
-    host = make_host(kind)
-    sock = host.known()
-    sock.sendall(b"".join((prelude(6, 1_000_000), b"header", bytes(500_000))))
-    wait_until(lambda: any(conn._payload is not None for conn in host.listener._connections))
-    sock.close()
-    host.handler.wait(lambda: host.handler.closed_by == [1])
-    wait_until(lambda: pool_of(host).idle_bytes > 0)
-
-
-def test_memory_kept_for_payloads_has_a_bound(make_host: MakeHost) -> None:
-    host = make_host("tcp", Limits(buffers_bytes_max=1 << 20))
-    link = host.connect()
-    for size in (2_000_000, 600_000, 900_000):
-        link.send(b"x", [np.zeros(size, np.uint8)])
-        receive(link)
-        link.skip_payload()
-        wait_until(lambda: not any(conn._queue for conn in host.listener._connections))
-    assert pool_of(host).idle_bytes <= 1 << 20
-    link.close()
-    host.close()
-    assert pool_of(host).idle_bytes == 0
-
-
-def pool_of(host: Host) -> Buffers:
-    assert isinstance(host.listener, Listener)
-    return host.listener._buffers

@@ -29,7 +29,9 @@ from tests.contract.echo_host import (
     frame,
     ping,
     read_exactly,
+    read_parts,
     receive,
+    send_parts,
 )
 from tests.contract.role_cluster import wait_until
 from tests.suites import each_case
@@ -38,7 +40,6 @@ from paramserve.config import TLS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError, ProtocolError
 from paramserve.messages import Hello, encode
 from paramserve.transport import auth
-from paramserve.transport.framing import ByteArray
 from paramserve.transport.link import Link
 from paramserve.transport.listener import listen_tcp
 from paramserve.transport.tls import client_context, server_context
@@ -95,19 +96,15 @@ def test_connection_is_of_kind_tcp_and_speaks_the_newest_version(host: Host) -> 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_payloads_pass_in_either_version(host: Host, version: ssl.TLSVersion) -> None:
     link = connect(host, at_version(trusted_authority().issue(*HOSTS), version))
-    data, into = np.arange(3_000_000, dtype=np.uint8), np.zeros(3_000_000, np.uint8)
+    data = np.arange(3_000_000, dtype=np.uint8)
+    link.arenas = {1: np.zeros(data.size, np.uint8)}
     for _ in range(3):
-        link.send(b"payload", [data])
-        ping_behind(link, into)
-        assert np.array_equal(data, into)
+        send_parts(link, b"payload", [data])
+        link.send(b"behind")
+        assert receive(link) == b"payload"
+        assert np.array_equal(data, *read_parts(link, [data.size]))
+        assert receive(link) == b"behind"
     link.close()
-
-
-def ping_behind(link: Link, into: ByteArray) -> None:
-    link.send(b"behind")
-    assert receive(link) == b"payload"
-    link.read_payload([into])
-    assert receive(link) == b"behind"
 
 
 def test_older_version_is_refused(host: Host) -> None:
@@ -138,13 +135,13 @@ def test_nothing_of_a_frame_can_be_read_on_the_way(host: Host) -> None:
 def test_records_that_come_in_pieces_are_waited_for(host: Host) -> None:
     with Relay(host, pieces=True) as relay:
         link = relay.connect()
-        data, into = np.arange(20_000, dtype=np.uint8), np.zeros(20_000, np.uint8)
+        data = np.arange(20_000, dtype=np.uint8)
+        link.arenas = {1: np.zeros(data.size, np.uint8)}
         for _ in range(5):
             ping(link)
-            link.send(b"payload", [data])
+            send_parts(link, b"payload", [data])
             assert receive(link) == b"payload"
-            link.read_payload([into])
-            assert np.array_equal(data, into)
+            assert np.array_equal(data, *read_parts(link, [data.size]))
         link.close()
 
 

@@ -44,6 +44,7 @@ from paramserve.core import shard as shard_module
 from paramserve.core import shard_sessions as sessions_module
 from paramserve.core.client_membership import ClientMembership, Joining
 from paramserve.core.decisions import DecisionLog
+from paramserve.core.events import Requested
 from paramserve.core.followers import Followers
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers, JoinedBy
@@ -58,6 +59,7 @@ from paramserve.core.shard_sessions import Answer, ReadRequest, Request, Session
 from paramserve.messages import (
     Done,
     GroupMembership,
+    Hello,
     JoinGroup,
     LogEntry,
     ServerBeat,
@@ -65,6 +67,7 @@ from paramserve.messages import (
     Step,
 )
 from paramserve.rules import Add, PushInfo
+from paramserve.server.role import ServerRole
 from paramserve_testing import Faults, SimulatedCluster, slow
 
 ADAPTIVE = Adaptive(factor=3.0, least_s=0.002)
@@ -235,7 +238,7 @@ def late_worker_not_told(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedClust
         def _late(self, session: ShardSession, request: Request, at: int) -> Answer:
             answer = super()._late(session, request, at)
             assert isinstance(answer.message, Done)
-            return Answer(structs.replace(answer.message, skipped=False), answer.payload)
+            return Answer(structs.replace(answer.message, skipped=False), answer.written)
 
     return with_group(monkeypatch, Hides)
 
@@ -385,7 +388,7 @@ def dropped_but_reported_applied(monkeypatch: pytest.MonkeyPatch) -> type[Simula
             answer = super()._with_news(session, answer, *rest)
             if answer is None or not isinstance(answer.message, Done):
                 return answer
-            return Answer(structs.replace(answer.message, skipped=False), answer.payload)
+            return Answer(structs.replace(answer.message, skipped=False), answer.written)
 
     return with_group(monkeypatch, Hides)
 
@@ -493,52 +496,48 @@ def compensated_with_half_of_lam(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     return SimulatedCluster
 
 
-def read_again_with_the_version_of_before(
+def repeated_answer_without_its_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
-    """An answer that is repeated has the values of now, and says the version of the first one."""
-
-    class OldVersion(GroupMachine):
-        def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
-            answer = super().read_again(session, request, done)
-            return structs.replace(answer, message=done)
-
-    return with_group(monkeypatch, OldVersion)
-
-
-def read_again_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """What a worker reads again is not kept for the correction of its next gradient."""
-
-    class KeepsFirst(GroupMachine):
-        def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
-            live, session.live = session.live, False
-            try:
-                return super().read_again(session, request, done)
-            finally:
-                session.live = live
-
-    return with_group(monkeypatch, KeepsFirst)
-
-
-def values_of_a_later_clock(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A synchronous step that is repeated has the values of now."""
+    """An answer that is repeated carries nothing of what was written for it."""
 
     class KeepsNone(ShardSession):
         def keep_outcome(self, answer: Answer) -> None:
-            super().keep_outcome(structs.replace(answer, exact=False))
+            super().keep_outcome(structs.replace(answer, written=()))
 
     monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)
     return SimulatedCluster
 
 
-def values_forgotten_too_early(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """A synchronous step's values are forgotten when the next step comes, read or not."""
+def repeated_step_has_newer_values(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """A step that is repeated has the values of now."""
+    requested = Shard._requested
 
-    class Forgets(ShardSession):
-        def have_read(self, oldest: int) -> None:
-            self.unread = dict.fromkeys(self.unread)
+    def reads_again(shard: Shard, event: Requested) -> None:
+        session, message = shard.sessions.by_client.get(event.client), event.message
+        if isinstance(message, Step) and session and message.seq in session.outcomes():
+            for place in message.pull:
+                block = shard.blocks[place.block]
+                event.memory.at(place.arena, place.offset, block)[...] = block.value
+        requested(shard, event)
 
-    monkeypatch.setattr(sessions_module, "ShardSession", Forgets)
+    monkeypatch.setattr(Shard, "_requested", reads_again)
+    return SimulatedCluster
+
+
+def mirror_begins_anew_with_each_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> type[SimulatedCluster]:
+    """What lies in the mirror of a client ends with its connection, and not with its session."""
+    come = ServerRole._client
+
+    def forgets(role: ServerRole, conn: Any, hello: Hello) -> None:
+        session = role.shard.sessions.by_client.get(hello.client)
+        if session is not None:
+            session.mirror = {}
+        come(role, conn, hello)
+
+    monkeypatch.setattr(ServerRole, "_client", forgets)
     return SimulatedCluster
 
 
@@ -577,10 +576,9 @@ OFF_BY_ONE: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (momentum_by_one_worker_more, Async(momentum="corrected"), {}),
     (compensated_from_the_newest_read, DelayCompensated(lam=2.0**-40), {"others": ()}),
     (compensated_with_half_of_lam, DelayCompensated(lam=2.0**-40), {"others": ()}),
-    (read_again_with_the_version_of_before, DelayCompensated(lam=2.0**-40), REPEATS),
-    (read_again_without_a_copy, DelayCompensated(lam=2.0**-40), REPEATS),
-    (values_of_a_later_clock, Sync(reduce="sum"), REPEATS),
-    (values_forgotten_too_early, Sync(reduce="sum"), REPEATS),
+    (repeated_answer_without_its_values, Sync(reduce="sum"), REPEATS),
+    (repeated_step_has_newer_values, Sync(reduce="sum"), REPEATS),
+    (mirror_begins_anew_with_each_connection, Sync(reduce="sum"), REPEATS),
     (deadline_without_its_factor, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
     (deadline_before_a_median_is_known, Sync(timeout_s=ADAPTIVE), {"script": STRAGGLER}),
     (dropped_but_reported_applied, Async(drop_after=1), {}),

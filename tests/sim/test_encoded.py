@@ -69,7 +69,7 @@ def test_seeds_of_encoded_gradients_have_what_is_judged() -> None:
             seen["told"] += len(told.by_position)
             seen["begun anew"] += len({each.stream for each in told.by_position}) - 1
         for client in cluster.clients:
-            seen["followed"] += len(client.exchange.payloads._readers)
+            seen["followed"] += len(client.exchange.decoder._readers)
     assert len(kinds) == 5, kinds
     assert len(seen) == 9, seen
     assert min(seen.values()) > 0, seen

@@ -54,7 +54,7 @@ def test_seeds_of_an_encoded_table_have_what_is_judged() -> None:
     """Codecs of all kinds, rows that codecs round, pushes that are dropped, refused, sent again."""
     seen: Counter[str] = Counter()
     kinds: set[type[Codec]] = set()
-    for seed in range(5):
+    for seed in range(13):
         cluster = simulated(seed, POLICIES["async-drop"])
         history = cluster.run()
         cluster.check()

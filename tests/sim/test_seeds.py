@@ -292,7 +292,7 @@ def test_seeds_samples_shared_by_lease_are_all_used(policy: str, seeds: range) -
 @pytest.mark.parametrize("policy", ["sync", "async"])
 def test_seeds_ranks_agree_in_collectives(policy: str) -> None:
     agreed, again, refused, further = 0, 0, 0, 0
-    for seed in range(20):
+    for seed in range(48):
         found = replay(seed, consistency=POLICIES[policy], others=(), collectives=True).history
         agreed += len(found.agreed)
         first = {each.writer: each.nth for each in reversed(found.agreed)}
@@ -329,7 +329,7 @@ SCRIPT = (
 
 def test_script_happens_in_order_and_runs_again_from_its_text() -> None:
     lines: list[str] = []
-    first = SimulatedCluster(5, Scenario(faults=Faults(), script=SCRIPT), lines.append)
+    first = SimulatedCluster(7, Scenario(faults=Faults(), script=SCRIPT), lines.append)
     history = first.run()
     first.check()
     notes = [line.partition(" # ")[2] for line in lines if " # " in line]
@@ -350,7 +350,7 @@ def test_script_happens_in_order_and_runs_again_from_its_text() -> None:
     ):
         assert part in told, notes
     assert [policy for _, policy in history.policies] == [Sync(reduce="sum"), SCRIPT[-2].policy]
-    again = eval(f"replay(5, {first.scenario!r})", dict(globals()))
+    again = eval(f"replay(7, {first.scenario!r})", dict(globals()))
     assert again.trace() == first.trace()
 
 
@@ -369,7 +369,7 @@ def test_killed_worker_dies_in_the_middle_of_its_step() -> None:
 @pytest.mark.parametrize("policy", ["sync-backup", "async", "bounded-1"])
 def test_straggler_holds_up_only_those_who_wait(policy: str) -> None:
     script = (slow(worker=2, factor=50),)
-    cluster = replay(2, consistency=POLICIES[policy], faults=Faults(), script=script)
+    cluster = replay(3, consistency=POLICIES[policy], faults=Faults(), script=script)
     ended = {c.rank: c for c in cluster.clients}
     behind = max(call.answered or 0 for call in cluster.history.calls if call.rank == 0)
     slowest = max(call.answered or 0 for call in cluster.history.calls if call.rank == 2)

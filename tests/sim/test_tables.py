@@ -22,7 +22,6 @@ from paramserve.core.events import Requested
 from paramserve.core.group_state import GroupState
 from paramserve.core.replies import delete
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import Request, ShardSession
 from paramserve.core.table import routing
 from paramserve.core.table.block import KeyedBlock
 from paramserve.core.table.hashing import shard_of
@@ -137,15 +136,15 @@ def slot_freed_on_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what has come to its keys since."""
-    repeat = Shard._repeat
+    requested = Shard._requested
 
-    def again(shard: Shard, session: ShardSession, request: Request) -> None:
-        if isinstance(request.message, Delete):
-            state = shard._group_of(request.message.block)
-            delete(state, request.message, request.memory)
-        repeat(shard, session, request)
+    def again(shard: Shard, event: Requested) -> None:
+        session, message = shard.sessions.by_client.get(event.client), event.message
+        if isinstance(message, Delete) and session and message.seq in session.outcomes():
+            delete(shard._group_of(message.block), message, event.memory)
+        requested(shard, event)
 
-    monkeypatch.setattr(Shard, "_repeat", again)
+    monkeypatch.setattr(Shard, "_requested", again)
 
 
 def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:

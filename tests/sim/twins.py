@@ -93,7 +93,7 @@ def twin_of(shard: Shard, now: float) -> Shard:
             client, session.incarnation, session.rank, session.window, True, session.requests
         )
         twin.step(here, now)
-        twin.sessions.by_client[client].unread = dict(session.unread)  # on its way to the client
+        twin.sessions.by_client[client]._written = dict(session._written)
     log, own = shard.decisions, twin.decisions  # a cluster that is restored begins a new one
     own.number, own.deadline = log.number, log.deadline
     own._highest, own._pending = dict(log._highest), dict(log._pending)
@@ -143,8 +143,7 @@ def contents(shard: Shard) -> list[Any]:
 def told(effects: Effects) -> list[Any]:
     """What effects come to, as values that can be compared."""
     replies: list[Any] = [
-        (client, answer.message, None if answer.payload is None else answer.payload.tobytes())
-        for client, answer in effects.replies
+        (client, answer.message, answer.written) for client, answer in effects.replies
     ]
     return [*replies, *effects.peers, effects.drops, type(effects.refused)]
 

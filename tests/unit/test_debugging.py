@@ -138,10 +138,10 @@ def test_coordinator_answers_with_the_addresses_of_its_servers() -> None:
     server, reader = Peer(), Peer()
     server.servers = True
     role.opened(server, Hello("register"))  # type: ignore[arg-type]  # as far as it is used
-    role.frame(server, encode(Register(1, 0, 9, ("unix:a", "tcp:h:1"))), None)  # type: ignore[arg-type]
+    role.frame(server, encode(Register(1, 0, 9, ("unix:a", "tcp:h:1"))))  # type: ignore[arg-type]
     role.opened(reader, Hello("driver"))  # type: ignore[arg-type]
     for whole in (False, True):
-        role.frame(reader, encode(AskDebug(2, whole)), None)  # type: ignore[arg-type]
+        role.frame(reader, encode(AskDebug(2, whole)))  # type: ignore[arg-type]
     short, whole_report = sent[-2:]
     assert short.servers == (("unix:a", "tcp:h:1"),)
     assert (short.config, short.record, short.stacks) == ("", (), "")

@@ -42,13 +42,14 @@ class Peer:
     """A connection of a client, with one arena of its own."""
 
     kind = "unix"
+    shared = True
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.arenas: dict[int, Any] = {1: np.zeros(NBYTES, np.uint8)}
         self.replies: list[Any] = []
 
-    def send(self, header: bytes, payload: Any = ()) -> None:
+    def send(self, header: bytes, runs: Any = ()) -> None:
         self.replies.append(_decode(header))
 
 
@@ -74,7 +75,7 @@ class Bench:
 
     def sends(self, message: Any) -> None:
         self._last += 1
-        self.role.frame(self.main, encode(message), None)
+        self.role.frame(self.main, encode(message))
         assert isinstance(self.main.replies[-1], Done), self.main.replies[-1]
 
     def steps(self) -> list[float]:

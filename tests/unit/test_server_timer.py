@@ -38,7 +38,8 @@ from paramserve_testing.loop import VirtualLoop
 
 RESEND_S = 0.25
 SIZE = 8
-"""Elements of float64: one payload without padding."""
+"""Elements of float64."""
+NBYTES = 8 * SIZE
 
 _decode_reply = decoder(ShardReply).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -48,14 +49,15 @@ class Peer:
     """A connection to the server, which notes when it was answered."""
 
     kind = "unix"
+    shared = True
 
     def __init__(self, loop: VirtualLoop, hello: Hello) -> None:
         self._loop = loop
         self.hello = hello
-        self.arenas: dict[int, Any] = {}
+        self.arenas: dict[int, Any] = {1: np.zeros(NBYTES, np.uint8)}
         self.replies: list[tuple[float, Any]] = []
 
-    def send(self, header: bytes, payload: Any = ()) -> None:
+    def send(self, header: bytes, runs: Any = ()) -> None:
         self.replies.append((self._loop.time(), _decode_reply(header)))
 
 
@@ -109,11 +111,12 @@ class Harness:
         self.role.opened(peer, hello)
         return peer
 
-    def sends(self, rank: int, message: Any, payload: Any) -> None:
-        """A numbered request of a worker."""
+    def sends(self, rank: int, message: Any, value: float) -> None:
+        """A numbered request of a worker, about these values in its arena."""
+        self.workers[rank].arenas[1].view(np.float64)[:] = value
         self._last[rank] += 1
         numbered = structs.replace(message, seq=self._last[rank])
-        self.role.frame(self.workers[rank], encode(numbered), payload)
+        self.role.frame(self.workers[rank], encode(numbered))
 
     def define(self, group: int, policy: Sync) -> None:
         cuts = [0] * (self.shard + 1) + [SIZE] * (self.servers - self.shard)
@@ -127,12 +130,11 @@ class Harness:
             tuple(cuts),
             consistency=spec(policy),
         )
-        self.sends(0, Define(0, block, 1, 0, 0), np.zeros(SIZE).view(np.uint8))
+        self.sends(0, Define(0, block, 1, 1, 0), 0.0)
 
     def steps(self, rank: int, group: int, clock: int) -> None:
-        gradient = np.ones(SIZE).view(np.uint8)
-        step = Step(0, group, clock, True, (Gradient(group, 0, 0),), ())
-        self.sends(rank, step, gradient)
+        step = Step(0, group, clock, True, (Gradient(group, 1, 0),), ())
+        self.sends(rank, step, 1.0)
 
     def answered(self, rank: int) -> list[float]:
         """When a worker's requests were answered."""
@@ -158,7 +160,7 @@ def test_deadline_that_comes_before_the_one_that_is_set_is_kept_to_the_moment(
         one.steps(rank, 0, clock=0)
     loop.clock.run(0.03)
     assert [type(message) for _, message in one.others.sent] == [Vote]
-    one.role.frame(lead, encode(LogEntry(1, Commit(0, 0, (1, 2), 1.0))), None)
+    one.role.frame(lead, encode(LogEntry(1, Commit(0, 0, (1, 2), 1.0))))
     loop.clock.run(0.1)
     one.steps(0, 0, clock=1)
     loop.clock.run(10.0)

@@ -6,7 +6,7 @@
 memory), `keyed` and `row_reads` (tables; `row_cache`, `row_slots`), `groups` (policies, rests).
 `leases` and `snapshots` work through a client. `table` and `ticket` are what its calls give back;
 `names` and `arrow` read what they are given. Below: `exchange` (sessions, waiting, sending again),
-`links` (connections, slots), `payloads` (bytes in frames) and `heartbeat`.
+`links` (connections, slots), `carried` (bytes in frames), `decoding` and `heartbeat`.
 """
 
 from paramserve.client.client import Client

@@ -557,12 +557,25 @@ class Exchange(Links):
         header = link.receive(0.0)
         while header is not None:
             reply = _decode(header)
-            if (type(reply) is not Done and type(reply) is not Values) or link.payload_bytes:
-                self._take(shard, link, reply)
-            else:
+            if type(reply) is Done or type(reply) is Values:
+                session = shard.session
+                if link.payload_bytes or self.decoder.used:
+                    queue = session.unanswered if type(reply) is Done else session.reads
+                    request = queue[0] if queue else None
+                    if request is None or request.message.seq != reply.seq:
+                        request = session.pending_for(reply)
+                    if request is None:  # it is repeated: its slot may be another request's by now
+                        link.skip_payload()
+                    else:
+                        if link.payload_bytes:
+                            link.read_payload()
+                        if self.decoder.used:
+                            self.decoder.decode(shard.number, request.message)
                 self._mutating = "an answer"
-                shard.session.on_reply(reply)
+                session.on_reply(reply)
                 self._mutating = ""
+            else:
+                self._take(shard, link, reply)
             header = link.buffered() if link.more else None
 
     def _take(self, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
@@ -573,11 +586,7 @@ class Exchange(Links):
         if isinstance(reply, Refused) and reply.seq == 0:  # the server is about to cut this link
             raise rebuild(reply.kind, reply.failed, reply.applied, reply.fix)
         if link.payload_bytes:
-            request = shard.session.pending_for(reply)
-            if request is None:
-                link.skip_payload()
-            else:
-                self.payloads.read(shard.number, link, request)
+            link.skip_payload()
         self._mutating = "an answer"
         shard.session.on_reply(reply)
         self._mutating = ""
@@ -641,7 +650,7 @@ class Exchange(Links):
     def _question(self, shard: ReachedShard, question: Inquire | AskReport) -> None:
         self._shards_being_sent.add(shard.number)
         try:
-            self._transmit(shard, (encode(question), []))
+            self._transmit(shard, (encode(question), ()))
         except ConnectionError:
             self._disconnect(shard)
         self._shards_being_sent.discard(shard.number)
@@ -676,6 +685,7 @@ class Exchange(Links):
                 shard.session.abandon(self._ended())
             for arena in self._arenas.values():
                 arena.close()
+            self.memory.clear()
             # The pool's slots hold on to the memory, and it to this object.
             self._pool = SlotPool(self._slot)
             self.returned.clear()

@@ -186,9 +186,10 @@ class Gradients:
             self._undo(new)
             raise
         self._exchange.interrupted_in = "a push"
-        with np.errstate(over="ignore"):  # what overflows is found when the step ends
-            for piece, flat, gradient in sums:
-                piece.add(flat, gradient)
+        if sums:
+            with np.errstate(over="ignore"):  # what overflows is found when the step ends
+                for piece, flat, gradient in sums:
+                    piece.add(flat, gradient)
         for part in selection.parts:
             filling = fillings[part.block.id]
             filling.staged |= frozenset(part.indices)

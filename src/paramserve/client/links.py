@@ -21,7 +21,8 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.payloads import Outgoing, Payloads
+from paramserve.client.carried import runs_of
+from paramserve.client.decoding import Decoder
 from paramserve.config import Credentials, Deadlines, Limits
 from paramserve.core.client_session import ClientSession, SlotPool
 from paramserve.core.partition import Block
@@ -36,16 +37,18 @@ from paramserve.errors import (
     rebuild,
 )
 from paramserve.messages import (
+    Arenas,
     Batch,
     Gradient,
     Hello,
     Joined,
     ReadTarget,
+    Run,
     ShardRequest,
     encode,
 )
 from paramserve.transport import forks
-from paramserve.transport.arena import RESERVED_BYTES, Arena
+from paramserve.transport.arena import RESERVED_BYTES, Arena, check_arenas
 from paramserve.transport.dial import is_unix
 from paramserve.transport.framing import header_not_sent
 from paramserve.transport.link import EndedByPeer, Link
@@ -79,8 +82,8 @@ KINDS_MAX = 1024
 
 Allocate = Callable[[int, int], Arena]
 """Makes an arena of a size, with a number."""
-Framed = tuple[bytes, list[Bytes]]
-"""A frame to be sent: its header, and the parts of its payload."""
+Framed = tuple[bytes, Sequence[Run]]
+"""A frame to be sent: its header, and the runs of memory that go along."""
 
 
 class Connect(Protocol):
@@ -168,6 +171,8 @@ class ReachedShard:
         self.addresses = addresses
         self.session = session
         self.link: Link | None = None
+        self.mirrors = 0
+        """The change of the client's arenas that its server was told last, over this link."""
         self.fileno = -1
         """The link's, as it was registered: a link that broke has none any more."""
         self.failure: ParamServeError | None = None
@@ -226,13 +231,17 @@ class Links:
         """Slots to be given back with the next `take`: added to where an array ends, which may be
         anywhere in any thread."""
         self._arenas: dict[int, Arena] = {}
+        self.memory: dict[int, Bytes] = {}
+        """Bytes of each arena, by number."""
+        self._changes = 0
+        """How often they have changed."""
+        self.decoder = Decoder(self.blocks, self.memory)
         self._place = 0
         """Number of the last call among all that this client has sent."""
         self._takes = 0
         """Takes since arenas were given back."""
         self._most = 0
         """Bytes that were in use at once in the last so many takes."""
-        self.payloads = Payloads(self.blocks, self._arenas)
         self._lock = threading.RLock()
         self._closed = False
         self._reason: ParamServeError | None = None
@@ -356,6 +365,8 @@ class Links:
     def _drop_arena(self, number: int) -> None:
         """Give an arena's memory back. Servers map its place until another one has the number."""
         self._pool.drop_arena(number)
+        self._changes += 1
+        del self.memory[number]
         self._arenas.pop(number).give_up()
 
     def _slot(self, arena: int, offset: int, size: int) -> Slot:
@@ -373,6 +384,10 @@ class Links:
 
     def _add_arena(self, nbytes: int) -> None:
         number = next(n for n in itertools.count(1) if n not in self._arenas)
+        if not self.shared:
+            check_arenas(
+                {**{n: a.nbytes for n, a in self._arenas.items()}, number: nbytes}, self._limits
+            )
         arena = self._allocate(nbytes, number)
         try:
             for shard in self.shards:
@@ -381,6 +396,8 @@ class Links:
         except BaseException:
             arena.close()
             raise
+        self._changes += 1
+        self.memory[arena.number] = arena.memory
         self._arenas[arena.number] = arena
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
@@ -419,6 +436,7 @@ class Links:
             timeout_s=timeout_s,
             limits=self._limits,
         )
+        shard.mirrors, link.arenas = 0, self.memory
         self._look_shared()
         shard.fileno = link.fileno()
         self._by_fileno[shard.fileno] = shard
@@ -477,25 +495,28 @@ class Links:
         Raises:
             ProtocolError: the header is over `header_bytes_max`.
         """
-        parts: list[Bytes] = []
+        runs: list[Run] = []
         link = shard.link
         if link is not None and not link.shared:
-            payload = Outgoing()
-            messages = [self.payloads.inline(shard.number, each, payload) for each in messages]
-            parts = payload.parts
+            for each in messages:
+                runs += runs_of(shard.number, each, self.blocks, self.memory)
         first, *more = messages
         header = encode(Batch(tuple(messages)) if more else first)
         if len(header) > self._limits.header_bytes_max:
             raise header_not_sent(len(header), self._limits.header_bytes_max)
-        return header, parts
+        return header, runs
 
     def _transmit(self, shard: ReachedShard, frame: Framed) -> None:
         link = shard.link
         if link is None:
             raise ConnectionError("not connected")
-        if not link.shared:
-            link.io_timeout_s = self.io_timeout_s
         try:
+            if not link.shared:
+                link.io_timeout_s = self.io_timeout_s
+                if shard.mirrors != self._changes:
+                    sizes = [(number, arena.nbytes) for number, arena in self._arenas.items()]
+                    link.send(encode(Arenas(tuple(sizes))))
+                    shard.mirrors = self._changes
             link.send(*frame)
         except EndedByPeer as error:
             shard.farewell = error.reason

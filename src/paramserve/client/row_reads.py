@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from paramserve.client.connection import Connection
 from paramserve.client.row_cache import CachedRows, CacheReport, RowCache
-from paramserve.client.row_slots import RowPull, lay_pull, owned
+from paramserve.client.row_slots import RowPull, by_shard, decode_rows, lay_pull, owned
 from paramserve.client.step_parts import StepParts
 from paramserve.client.steps import Steps
 from paramserve.client.ticket import Ticket, finish
@@ -185,12 +185,21 @@ class RowReads:
         cache = self._cache(block) if self._caches and not exact else None
         if cache is not None:
             read.cached = cache.find(keys, read.clock)
-            read.requested, read.numbers = routing.distinct(keys[read.cached.missing])
+            missing = keys[read.cached.missing]
+            read.requested, read.numbers = self._distinct(block, missing)
             if read.requested.size:
                 self._under_way.setdefault(block.id, WeakSet()).add(read)
         elif not self._exchange.shared:  # Over a network each row travels once.
-            read.requested, read.numbers = routing.distinct(keys)
+            read.requested, read.numbers = self._distinct(block, keys)
         return read
+
+    def _distinct(self, block: Block, keys: Array) -> tuple[Array, Array]:
+        """The distinct keys as `lay_pull` takes them, and the number of each key among them."""
+        distinct, numbers = routing.distinct(keys)
+        links = self._exchange
+        if links.shared or (links.count == 1 and block.row_codecs is None):
+            return distinct, numbers
+        return by_shard(distinct, numbers, links.count)
 
     def _cache(self, block: Block) -> RowCache | None:
         """The copies of a table's rows, if they may be used: not while its clocks are in step."""
@@ -230,11 +239,9 @@ class RowReads:
                 with self._lock:
                     self._steps.forget(read.ticket)
                 raise
+            if read.block.row_codecs is not None:
+                decode_rows(self._exchange, read.pull, exact=read.exact)
             rows = owned(self._exchange, read.pull)
-            codecs = read.block.row_codecs
-            local = self._exchange.shared and not read.exact
-            if codecs is not None and local and codecs.pull_even_local:
-                codecs.round(rows)
             assert read.ticket.operation is not None
             replies = read.ticket.operation.replies
             versions = []

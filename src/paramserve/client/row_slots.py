@@ -15,11 +15,12 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paramserve.client.links import Links, Slot
-from paramserve.client.payloads import ExactKeys
+from paramserve.codecs.keys import order_of
 from paramserve.core.partition import Block
 from paramserve.core.table import routing, wide
 from paramserve.core.table.hashing import shard_of
-from paramserve.core.table.parts import padded, view_at
+from paramserve.core.table.parts import keys_at, keys_bytes, padded, view_at
+from paramserve.errors import ProtocolError
 from paramserve.messages import Contains, Delete, Gradient, Keys, ReadTarget, ShardRequest
 from paramserve.rules.base import Hyper
 from paramserve.rules.layout import WIDE
@@ -57,6 +58,9 @@ class RowPull(Struct, frozen=True, eq=False):
     """Where in the slot the rows begin, in bytes."""
     shape: tuple[int, int]
     """Rows and elements of a row."""
+    encoded: tuple[tuple[int, int, int, int], ...] = ()
+    """Shards that write their rows encoded: the first row, how many, and where in the slot the
+    bytes begin and end."""
 
 
 class NamedKeys(Struct, frozen=True, eq=False):
@@ -139,20 +143,99 @@ def lay_pull(links: Links, block: Block, keys: Array, *, exact: bool = False) ->
     """Take memory for a read of some rows, and write the keys for each shard.
 
     Args:
-        keys: int64 [n].
+        keys: int64 [n]; as `by_shard` gives them, where not all servers map this memory.
         exact: whether the rows come as they are, whatever codec of pulls the table has.
     """
     assert block.table is not None
+    if not links.shared:
+        return _lay_by_shard(links, block, keys, exact)
     shards, dim, total = links.count, block.table.dim, keys.size
     start, nbytes = pull_bytes(total, dim, shards)
     (slot,) = links.take_each([nbytes])
     arena, offset = slot.arena, slot.offset
     places: list[ReadTarget] = []
-    kind = ExactKeys if exact else Keys
     for count, at in routing.lay_keys(keys, shards, slot.words):
-        shard_keys = kind(count, arena, offset + at, total)
+        shard_keys = Keys(count, arena, offset + at, total)
         places += [ReadTarget(block.id, arena, offset + start, shard_keys)]
     return RowPull(block, tuple(places), slot, start, (total, dim))
+
+
+def by_shard(keys: Array, numbers: Array, shards: int) -> tuple[Array, Array]:
+    """Distinct keys, int64 [d], with those of each shard together and rising; and the number of
+    each of other keys among them, int32 [n].
+
+    Args:
+        keys, numbers: of `routing.distinct`.
+    """
+    order = order_of(keys)
+    order = order[np.argsort(shard_of(keys[order], shards), kind="stable")]
+    places = np.empty(order.size, numbers.dtype)
+    places[order] = np.arange(order.size, dtype=numbers.dtype)
+    return keys[order], places[numbers]
+
+
+def _lay_by_shard(links: Links, block: Block, keys: Array, exact: bool) -> RowPull:
+    """Lay a pull, as `lay_pull`, where each shard writes rows that lie together: encoded if it does
+    not map the memory and the table has codecs."""
+    assert block.table is not None
+    dim, total = block.table.dim, keys.size
+    counts = np.bincount(shard_of(keys, links.count), minlength=links.count).tolist()
+    codecs = None if exact else block.row_codecs
+    parts: list[tuple[Array, bool, int]] = []
+    first = start = 0
+    for shard, count in zip(links.shards, counts, strict=True):
+        own = keys[first : first + count]
+        remote = shard.link is None or not shard.link.shared
+        encodes = codecs is not None and remote and count > 0
+        nbytes = keys_bytes(count)
+        if codecs is not None and encodes:
+            nbytes = codecs.request_bytes(own)
+        parts.append((own, encodes, start))
+        first, start = first + count, start + padded(nbytes)
+    end = start + padded(4 * dim * total)
+    room = 0 if codecs is None else sum(padded(codecs.pull.size(own.size)) for own, _, _ in parts)
+    (slot,) = links.take_each([class_bytes(end + room)])
+    arena, offset = slot.arena, slot.offset
+    places: list[ReadTarget] = []
+    encoded: list[tuple[int, int, int, int]] = []
+    first = 0
+    for own, encodes, at in parts:
+        shard_keys = Keys(own.size, arena, offset + at, own.size)
+        if codecs is not None and encodes:
+            codecs.write_request(own, slot.bytes[at : at + codecs.request_bytes(own)])
+            room = codecs.pull.size(own.size)
+            places.append(ReadTarget(block.id, arena, offset + end, shard_keys, room))
+            encoded.append((first, own.size, end, end + room))
+            end += padded(room)
+        else:
+            lying, numbers = keys_at(slot.bytes, at, own.size)
+            lying[...], numbers[...] = own, np.arange(own.size)
+            places.append(ReadTarget(block.id, arena, offset + start + 4 * dim * first, shard_keys))
+        first += own.size
+    return RowPull(block, tuple(places), slot, start, (total, dim), tuple(encoded))
+
+
+def decode_rows(links: Links, pull: RowPull, *, exact: bool) -> None:
+    """Decode the rows of a pull that is answered, or round them as servers on other hosts do.
+
+    Raises:
+        ProtocolError: a server has written what is none.
+    """
+    codecs, dim = pull.block.row_codecs, pull.shape[1]
+    assert codecs is not None
+    memory = pull.slot.bytes
+    for first, count, start, stop in pull.encoded:
+        rows = view_at(memory, np.float32, count * dim, pull.start + 4 * dim * first)
+        try:
+            codecs.read_answer(memory[start:stop], rows)
+        except ValueError as error:
+            raise ProtocolError(
+                f"what a server sent as rows of table {pull.block.group_name!r} is none: {error}",
+                fix="run the same version of paramserve everywhere",
+            ) from error
+        links.decoder.count(pull.block, stop - start, rows.nbytes)
+    if links.shared and not (exact or pull.encoded) and codecs.pull_even_local:
+        codecs.round(view_at(memory, np.float32, pull.shape[0] * dim, pull.start))
 
 
 def lay_named(

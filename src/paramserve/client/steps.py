@@ -195,7 +195,7 @@ class Steps(ClientClocks):
         by_group = (
             {} if self.encoder is None else {each.group: each for each in self.encoder.report()}
         )
-        for group, (encoded_bytes, plain) in list(self._exchange.payloads.read_bytes.items()):
+        for group, (encoded_bytes, plain) in list(self._exchange.decoder.read_bytes.items()):
             each = by_group.get(group, SentGradients(group, 0, 0, 0.0))
             by_group[group] = replace(each, read_bytes=encoded_bytes, read_plain_bytes=plain)
         return tuple(by_group.values())
@@ -556,7 +556,6 @@ class Steps(ClientClocks):
             options.clip_norm,
             self._factor,
             mark,
-            0,
             note,
             largest,
             saved,

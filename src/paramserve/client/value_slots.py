@@ -37,7 +37,10 @@ class ValueSlots:
         for block in parts.pull:
             if block.id not in viewed:
                 new += [block]
-                sizes += [block.nbytes]
+                if block.pull_codec is None or self._exchange.shared:
+                    sizes += [block.nbytes]
+                else:
+                    sizes += [self._exchange.decoder.layout(block)[-1][0]]
         slots = self._exchange.take_each(sizes) if new else []
         values += slots
         places = list(zip(new, slots, strict=True))
@@ -51,12 +54,21 @@ class ValueSlots:
 
     def targets(self, block: Block, slot: Slot) -> tuple[ReadTarget, ...]:
         """Where each shard writes its part of a block; the slot keeps it for the next read."""
-        parts = tuple(
+        parts = [
             ReadTarget(block.id, slot.arena, offset_of(block, slot, shard))
             for shard in range(self._shards)
-        )
-        slot.pulled = block, parts
-        return parts
+        ]
+        if block.pull_codec is None or self._exchange.shared:
+            slot.pulled = block, tuple(parts)
+            return tuple(parts)
+        slot.pulled, decoder = None, self._exchange.decoder
+        for shard in self._exchange.shards:
+            # A slot that was taken for servers on this host has no room for more than the values.
+            remote = shard.link is None or not shard.link.shared
+            if remote and decoder.layout(block)[-1][0] <= slot.bytes.size:
+                target = decoder.target(block, shard.number, slot.arena, slot.offset)
+                parts[shard.number] = target if target is not None else parts[shard.number]
+        return tuple(parts)
 
     def requests(
         self, parts: StepParts, clock: int, values: list[Slot]

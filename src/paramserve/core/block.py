@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paramserve.codecs.base import Codec
 from paramserve.codecs.delta import Delta
 from paramserve.codecs.registry import NONE
-from paramserve.core.delta_stream import POSITION, DeltaStream, Position
+from paramserve.core.delta_stream import DeltaStream, Position, encoded_bytes
 from paramserve.core.partition import DTYPES, HALVES, PLAIN_DTYPES, borders, bound, size_of
 from paramserve.core.pieces import Pieces, Range
 from paramserve.core.request_memory import Bytes, Memory, aligned
@@ -337,67 +337,59 @@ class ShardBlock(ShardStorage):
             fix="send what the block's codec has made of the elements that this shard holds",
         )
 
-    def as_read(self) -> Array:
-        """The values as a client on another host gets them, encoded if the block has a codec of
-        pulls, once for all who read them; not to be changed.
+    def _encoded_values(self) -> Bytes:
+        """The values as the codec of pulls encodes them, once for all who read them; not to be
+        changed.
 
         Raises:
             CodecFailed: the codec is not one of ours, and failed.
         """
-        if self.pull_codec is not None:
-            if self._encoded is None or self._encoded[0] != self.revision:
-                self._encoded = None  # its memory goes before more is taken
-                out = aligned(self.pull_codec.size(self.size))
-                self.pull_codec.encode(self.value, out, 0)
-                self._encoded = self.revision, out
-            return self._encoded[1]
-        if self.half is None:
-            return self.value
-        rounded: Array = np.empty(self.size, self.half.dtype)
-        self._round(self.value, rounded)
-        return rounded
+        assert self.pull_codec is not None
+        if self._encoded is None or self._encoded[0] != self.revision:
+            self._encoded = None  # its memory goes before more is taken
+            out = aligned(self.pull_codec.size(self.size))
+            self.pull_codec.encode(self.value, out, 0)
+            self._encoded = self.revision, out
+        return self._encoded[1]
 
-    def check_position(self, memory: Memory, place: ReadTarget) -> None:
-        """Refuse what no reader of the delta stream can have.
+    def check_room(self, memory: Memory, place: ReadTarget) -> None:
+        """Refuse a read of encoded values that have no room in its memory, or go on from what no
+        reader can have.
 
         Raises:
-            ShapeMismatch: nothing was applied.
+            ShapeMismatch: nothing was read.
         """
-        assert self.stream is not None
-        wrong = self.stream.why_not(self._position(memory, place))
+        whole, start, room = memory.get(place.arena), place.offset, place.room
+        wrong: str | None = "it was defined without a codec of pulls"
+        if self.pull_codec is not None:
+            needed = encoded_bytes(self.pull_codec, self.size)
+            why = None if self.stream is None else self.stream.why_not(Position(*place.has))
+            wrong = None if why is None else f"it goes on from what its client cannot have: {why}"
+            have = 0 if whole is None else whole.size
+            if room < needed or start < 0 or start + room > have:
+                wrong = f"{needed} bytes are not in {room} at offset {start} of arena {place.arena}"
         if wrong is not None:
             raise ShapeMismatch(
-                f"a read of {self.names} in group {self.spec.group_name!r} goes on from what its "
-                f"client cannot have: {wrong}",
-                fix="say what the last answer that was read has left",
+                f"encoded values of {self.names} in group {self.spec.group_name!r} were asked for: "
+                f"{wrong}",
+                fix="read with the block's codec, and say what the last answer has left",
             )
 
-    def changes(self, memory: Memory, place: ReadTarget) -> Array:
-        """What has changed of the values since its client has read them last, as it says, as a part
-        of an answer."""
-        assert self.stream is not None
-        return self.stream.answer(self.value, self.revision, self._position(memory, place))
-
-    def _position(self, memory: Memory, place: ReadTarget) -> Position:
-        """What a client has, as a request says."""
-        payload, start = memory.get(0), place.offset
-        stop = start + POSITION.size
-        if payload is None or start < 0 or stop > payload.size:
-            raise ShapeMismatch(
-                f"what its client has of {self.names} is to lie at offset {start} of a request's "
-                f"payload, which has {0 if payload is None else payload.size} bytes",
-                fix=f"send {POSITION.size} bytes there: the stream and the number",
-            )
-        return Position.unpacked(payload[start:stop])
-
-    @property
-    def answer_bytes(self) -> int:
-        """Bytes of `as_read`."""
-        return self.sent.nbytes if self.pull_codec is None else self.pull_codec.size(self.size)
+    def write_encoded(self, memory: Memory, place: ReadTarget) -> int:
+        """Write the values as the codec of pulls encodes them to where `check_room` has found room;
+        how many bytes. Raises as `_encoded_values`."""
+        whole = memory.get(place.arena)
+        assert whole is not None, "check_room() comes first"
+        if self.stream is not None:
+            data = self.stream.answer(self.value, self.revision, Position(*place.has))
+        else:
+            data = self._encoded_values()
+        whole[place.offset : place.offset + data.size] = data
+        return data.size
 
     def write_rounded(self, out: Array) -> None:
         """The values as clients get them, where these are others than it has: in 16 bits, or as one
-        on another host decodes them; raises as `as_read`."""
+        on another host decodes them; raises as `_encoded_values`."""
         codec = self.pull_codec
         if codec is None or not codec.even_local:
             self._round(self.value, out)
@@ -406,7 +398,7 @@ class ShardBlock(ShardStorage):
         if self.stream is not None:
             np.copyto(decoded, self.stream.reference(self.value, self.revision))
         else:
-            codec.decode(self.as_read(), decoded)
+            codec.decode(self._encoded_values(), decoded)
         if self.half is not None:
             self._round(decoded, out)
 

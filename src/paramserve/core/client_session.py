@@ -184,9 +184,8 @@ class ClientSession:
             self.calls += 1
         self.last = last = self.last + 1
         if type(message) is Step:
-            oldest = unanswered[0].message.seq if unanswered else last
             numbered: ShardRequest = message
-            message.seq, message.oldest = last, oldest
+            message.seq = last
         else:
             numbered = structs.replace(message, seq=last)
         unanswered.append(PendingRequest(numbered, operation, self.calls, place))

@@ -23,13 +23,12 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.codecs.base import Bytes, Floats
+from paramserve.codecs.base import Bytes, Codec, Floats
 from paramserve.codecs.delta import Delta
 from paramserve.core.request_memory import aligned
 from paramserve.rules.compiled import compiled
@@ -47,8 +46,6 @@ HEAD_BYTES = 24
 then."""
 LENGTH_BYTES = 8
 """An int64."""
-POSITION = Struct("<qq")
-"""What a reader has: stream and number."""
 
 
 class Position(NamedTuple):
@@ -57,12 +54,10 @@ class Position(NamedTuple):
     stream: int = NOTHING
     number: int = 0
 
-    def packed(self) -> Bytes:
-        return np.frombuffer(POSITION.pack(*self), np.uint8)
 
-    @classmethod
-    def unpacked(cls, data: Bytes) -> Position:
-        return cls(*POSITION.unpack(data.tobytes()))
+def encoded_bytes(codec: Codec, count: int) -> int:
+    """What so many values take at most as a codec of pulls encodes them."""
+    return HEAD_BYTES + 4 * count if isinstance(codec, Delta) and count else codec.size(count)
 
 
 def _padded(nbytes: int) -> int:

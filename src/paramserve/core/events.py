@@ -35,7 +35,7 @@ class ClientBye(Struct, frozen=True):
 
 
 class Requested(Struct, frozen=True):
-    """A numbered request came in. `memory` has the client's arenas by number; 0 is the payload."""
+    """A request came in. `memory` has the client's arenas by number."""
 
     client: int
     message: ShardRequest

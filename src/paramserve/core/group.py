@@ -283,7 +283,7 @@ class GroupMachine:
             done: what the step's push has just done; None for a step that only pulls.
             written: blocks whose values are at their places already.
         """
-        step, state, rank, exact = request.message, self.state, session.rank, False
+        step, state, rank = request.message, self.state, session.rank
         assert type(step) is Step
         if step.pull and rank in state.members.clocks:
             clock = step.clock + step.tick
@@ -299,10 +299,9 @@ class GroupMachine:
                 return None
             if epoch.policy.keeps_reads or state.reads.by_rank:
                 self.reads.keep(epoch, rank, step.pull)
-            exact = epoch.policy.collects
         if done is None:
             done = Done(step.seq, state.version, state.members.slowest)
-        return self._replies.with_values(state.blocks, request, done, written, exact)
+        return self._replies.with_values(state.blocks, request, done, written)
 
     def read(self, session: ShardSession, request: ReadRequest, now: float) -> Answer | None:
         """Answer a read; None: the group's policy lets it wait. Raises what `GroupReads.answer`
@@ -313,20 +312,6 @@ class GroupMachine:
             self._catch_up(rank, clock)
         answer = self.reads.answer(session, request)
         return None if answer is None else self._with_news(session, answer)
-
-    def read_again(self, session: ShardSession, request: Request, done: Done) -> Answer:
-        """The answer to a step that was answered before, with the values of now.
-
-        Raises:
-            ParamServeError, ValueError, TypeError, MemoryError: it cannot be read.
-        """
-        step, state, rank = request.message, self.state, session.rank
-        assert isinstance(step, Step)
-        stepping.gradients(state, step, request.memory)
-        if session.live and rank in state.members.clocks:
-            self.reads.keep(state.at(state.members.clocks[rank]), rank, step.pull)
-        done = structs.replace(done, version=state.version, clock=state.members.slowest)
-        return self._replies.with_values(state.blocks, request, done)
 
     def _read_at_last(self, session: ShardSession, request: Request, done: Done) -> Answer | None:
         """The read of a step whose push was done before, and which waited to read."""
@@ -581,7 +566,7 @@ class GroupMachine:
         if self.waiting or self.reads.waiting:
             self.look_again()
         done = Done(step.seq, state.version, state.members.slowest)
-        return self._replies.with_values(state.blocks, request, done, written, exact=True)
+        return self._replies.with_values(state.blocks, request, done, written)
 
     def _maybe_vote(self) -> None:
         """Tell the lead that the gradients of this clock that its policy waits for are here."""
@@ -740,7 +725,7 @@ class GroupMachine:
         if failure is not None and not skipped:
             return Answer(refusal(step.seq, failure))
         done = Done(step.seq, state.version, state.members.slowest, 0, skipped)
-        return self._replies.with_values(state.blocks, request, done, exact=True)
+        return self._replies.with_values(state.blocks, request, done)
 
     # --- other shards, and time ------------------------------------------------------------------
 

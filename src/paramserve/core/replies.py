@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +20,9 @@ from paramserve.errors import (
     CodecFailed,
     Overloaded,
     ParamServeError,
-    ShapeMismatch,
     UnknownName,
 )
 from paramserve.messages import (
-    ALIGN,
     Assign,
     Contains,
     Delete,
@@ -35,6 +33,7 @@ from paramserve.messages import (
     Read,
     ReadTarget,
     Refused,
+    Run,
     Scan,
     ShardRequest,
     Step,
@@ -42,7 +41,6 @@ from paramserve.messages import (
 )
 
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 Blocks = Mapping[int, ShardBlock | KeyedBlock]
 
 
@@ -62,73 +60,15 @@ class BlocksOfCut(Protocol):
     def block(self, number: int) -> Fields: ...
 
 
-def check_layout(parts: list[tuple[int, int]]) -> None:
-    """Refuse an answer's payload whose parts, (offset, bytes), overlap or leave a gap.
-
-    Raises:
-        ShapeMismatch: nothing was read.
-    """
-    end = 0
-    for offset, nbytes in sorted(parts):
-        if offset != end:
-            raise ShapeMismatch(
-                f"a part of an answer is to lie at offset {offset}, those before it end at {end}",
-                fix="read to places that lie one after the other, each padded",
-            )
-        end += padded(nbytes)
-
-
-def fresh(size: int) -> Bytes:
-    """New memory [size] of any content."""
-    return np.empty(size, np.uint8)
-
-
-def pack(parts: list[tuple[int, Array]], allocate: Callable[[int], Bytes]) -> Bytes:
-    """Arrays at their offsets, which `check_layout` has found good, as the bytes of a payload.
-
-    Args:
-        allocate: gives memory of a size; that of large payloads is worth using again.
-    """
-    size = 0
-    for _, array in parts:
-        size += -(-array.nbytes // ALIGN) * ALIGN
-    out = allocate(size)
-    for offset, array in parts:
-        end = offset + array.nbytes
-        out[offset:end] = array.view(np.uint8)
-        out[end : -(-end // ALIGN) * ALIGN] = 0  # what the memory held before goes to no client
-    return out
-
-
-def append_parts(parts: list[tuple[int, Array]], more: list[Array]) -> list[tuple[int, Array]]:
-    """Parts of a payload and, behind them, more arrays in this order, each padded to `ALIGN`."""
-    end, placed = sum(padded(array.nbytes) for _, array in parts), list(parts)
-    for array in more:
-        placed.append((end, array))
-        end += padded(array.nbytes)
-    return placed
-
-
-def gathered(arrays: list[Array]) -> Bytes:
-    """Arrays one after the other, each padded to `ALIGN`, as the bytes of a payload."""
-    return pack(append_parts([], arrays), fresh)
-
-
 class Replies:
     """Makes the answers of one shard.
 
     Args:
         shard: its number.
-        payload_bytes_max: of one answer.
-        allocate: gives memory [bytes] for the values of an answer that travel in it.
     """
 
-    def __init__(
-        self, shard: int, payload_bytes_max: int, allocate: Callable[[int], Bytes]
-    ) -> None:
+    def __init__(self, shard: int) -> None:
         self._shard = shard
-        self._payload_bytes_max = payload_bytes_max
-        self._allocate = allocate
 
     def with_values(
         self,
@@ -136,42 +76,33 @@ class Replies:
         request: Request | ReadRequest,
         done: Done,
         written: Collection[int] = (),
-        exact: bool = False,
     ) -> Answer:
-        """Write the values that a step or read asks for to their places; the answer says where they
-        are.
+        """Write the values that a step or read asks for to their places.
 
         Args:
             written: blocks whose values a rule has left at their place already, in its own pass.
-            exact: whether no newer values may replace these if the answer is lost: of a
-                synchronous clock, whose worker may have sent the next step before it reads them.
         Returns:
             The answer; a refusal if there is no memory for them, or a user's codec fails.
         """
         message, memory = request.message, request.memory
         assert type(message) is Step or type(message) is Read
-        inline: list[tuple[int, Array]] = []
-        changes: list[Array] = []
+        runs: list[Run] = []
         try:
             for place in message.pull:
                 block = blocks[place.block]
                 if type(block) is KeyedBlock:
-                    if place.arena:
-                        block.read(memory, place)
-                    else:
-                        inline.append((place.offset, block.answer(memory, place)))
-                elif not place.arena and block.stream is not None:
-                    changes.append(block.changes(memory, place))
-                elif not place.arena:
-                    inline.append((place.offset, block.as_read()))
-                elif block.rounds:
-                    if block.pull_codec is not None or place.block not in written:
-                        block.write_rounded(memory.at(place.arena, place.offset, block.sent))
-                elif place.block not in written:
-                    np.copyto(memory.at(place.arena, place.offset, block), block.value)
-            if changes:  # their sizes are not known to the client before: they come last
-                inline = append_parts(inline, changes)
-            return Answer(done, pack(inline, self._allocate) if inline else None, exact)
+                    nbytes = block.read(memory, place)
+                elif place.room:
+                    nbytes = block.write_encoded(memory, place)
+                else:
+                    nbytes = block.sent.nbytes
+                    if block.rounds:
+                        if block.pull_codec is not None or place.block not in written:
+                            block.write_rounded(memory.at(place.arena, place.offset, block.sent))
+                    elif place.block not in written:
+                        np.copyto(memory.at(place.arena, place.offset, block), block.value)
+                runs += [(place.arena, place.offset, nbytes)]
+            return Answer(done, tuple(runs))
         except (MemoryError, CodecFailed) as error:
             pushed = type(message) is Step and message.push and not done.skipped
             applied: Applied = "yes" if pushed else "no"
@@ -192,49 +123,26 @@ class Replies:
         version = state.version if part is None else part.versions[state.id]
         source = read.field(message.field)
         done = Done(message.seq, version, counts=tuple(read.counts))
-        if message.arena == 0:
-            check_layout([(message.offset, source.nbytes)])
-            return Answer(done, pack([(0, source)], self._allocate))
         np.copyto(memory.at(message.arena, message.offset, block), source)
-        return Answer(done)
-
-    def _scanned(self, block: KeyedBlock, message: Scan) -> Bytes:
-        """Memory for the whole rows that a scan asks for, zeros."""
-        nbytes, most = block.records_bytes(message), self._payload_bytes_max
-        if nbytes > most:
-            raise Overloaded(
-                f"{message.rows} whole rows of table {block.spec.group_name!r} need {nbytes} "
-                f"bytes, payload_bytes_max is {most}",
-                fix="ask for fewer rows at once, or raise payload_bytes_max",
-            )
-        payload = self._allocate(nbytes)
-        payload.fill(0)  # what the memory held before goes to no client
-        return payload
+        return Answer(done, ((message.arena, message.offset, source.nbytes),))
 
     def scan(self, state: GroupState, message: Scan, memory: Memory) -> Answer:
         """Read whole rows of a table."""
         block = _table(state.block(message.block))
         block.clock = state.members.slowest
-        payload = None
-        if message.arena == 0:
-            check_layout([(message.offset, 0)])
-            payload = self._scanned(block, message)
-            into = block.records(payload, message, 0)
-        else:
-            into = block.records(memory.get(message.arena), message, message.offset)
+        into = block.records(memory.get(message.arena), message, message.offset)
         counts = block.scan(message, into)
-        return Answer(Done(message.seq, state.version, counts=counts), payload)
+        written = (message.arena, message.offset, block.records_bytes(message))
+        return Answer(Done(message.seq, state.version, counts=counts), (written,))
 
     def contains(self, state: GroupState, message: Contains, memory: Memory) -> Answer:
         """Say which keys of a table have a row."""
         block = _table(state.block(message.block))
         block.clock = state.members.slowest
         keys, answer = block.named(memory.get(message.arena), message)
-        there, done = block.contains(keys), Done(message.seq, state.version)
-        if message.arena == 0:
-            return Answer(done, pack([(0, there)], self._allocate) if there.size else None)
-        answer[...] = there
-        return Answer(done)
+        answer[...] = block.contains(keys)
+        written = (message.arena, message.offset + padded(keys.nbytes), answer.nbytes)
+        return Answer(Done(message.seq, state.version), (written,))
 
     def take_snapshot(
         self, state: GroupState, client: int, message: TakeSnapshot, memory: Memory
@@ -258,17 +166,14 @@ class Replies:
             taken=version,
             dropped=watching.dropped,
         )
-        inline = []
+        written = []
         for place in message.pull:
             value = _snapshot_of(values, place)
-            if place.arena == 0:
-                inline.append((place.offset, value))
-            else:
-                block = state.block(place.block)
-                assert isinstance(block, ShardBlock), "a table has no snapshots"
-                np.copyto(memory.at(place.arena, place.offset, block), value)
-        check_layout([(offset, value.nbytes) for offset, value in inline])
-        return Answer(reply, pack(inline, self._allocate) if inline else None)
+            block = state.block(place.block)
+            assert isinstance(block, ShardBlock), "a table has no snapshots"
+            np.copyto(memory.at(place.arena, place.offset, block), value)
+            written.append((place.arena, place.offset, value.nbytes))
+        return Answer(reply, tuple(written))
 
 
 def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.messages import Run
+
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,31 +38,27 @@ class Placed(Protocol):
 
 
 class Memory:
-    """The bytes that a request speaks of, by arena number; 0 is the payload of its frame.
+    """The memory of a client, by arena number.
 
     A client pushes from and pulls to a few places of its arenas, step after step: what lies there
     is checked once, and the array is kept.
 
     Args:
-        arenas: of the client, by number from 1. One of them may be replaced by another.
-        payload: of the request's frame.
+        arenas: by number from 1. One of them may be replaced by another.
     """
 
-    __slots__ = ("_arenas", "_payload", "_views")
+    __slots__ = ("_arenas", "_views")
 
-    def __init__(self, arenas: Mapping[int, Bytes], payload: Bytes | None = None) -> None:
+    def __init__(self, arenas: Mapping[int, Bytes]) -> None:
         self._arenas = arenas
-        self._payload = payload
         self._views: dict[tuple[int, int, object], tuple[Bytes, Array]] = {}
 
     def get(self, arena: int) -> Bytes | None:
         """The bytes of an arena, if there is one of this number."""
-        return self._arenas.get(arena) if arena else self._payload
+        return self._arenas.get(arena)
 
     def at(self, arena: int, offset: int, placed: Placed) -> Array:
         """What lies there; raises as `Placed.view_at`."""
-        if not arena:  # a payload is used once
-            return placed.view_at(self._payload, arena, offset)
         place = arena, offset, placed.mark
         if place in self._views:
             whole, view = self._views[place]
@@ -72,6 +70,11 @@ class Memory:
                 self._views.clear()
             self._views[place] = self._arenas[arena], view
         return view
+
+    def has(self, run: Run) -> bool:
+        """Whether these bytes lie in an arena."""
+        arena, start, nbytes = run
+        return arena in self._arenas and start + nbytes <= self._arenas[arena].size
 
     def forget(self) -> None:
         """Keep no array, nor with it the arena that another one has replaced."""

@@ -7,7 +7,7 @@ It runs serially and has no locks. `Sessions` says which request is new and who 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -52,11 +52,9 @@ from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState, Watching
 from paramserve.core.replies import (
-    Bytes,
     Replies,
     assign,
     delete,
-    fresh,
     no_memory,
     put,
     refusal,
@@ -130,7 +128,6 @@ class Shard:
         rules: classes by name that the owner registered, besides the built-in ones.
         policies: the same for policies, and functions.
         codecs: the same for codecs.
-        allocate: gives memory [bytes] for the values of a reply that travel in it.
         cut_memory: of copies for cuts.
         first_stream: id of its first delta stream, and of no other one that any server has begun or
             is likely to begin: drawn at random, from 1 to 2**62.
@@ -148,7 +145,6 @@ class Shard:
         rules: Mapping[str, type[Any]] = NONE,
         policies: Mapping[str, Any] = NONE,
         codecs: Mapping[str, type[Any]] = NONE,
-        allocate: Callable[[int], Bytes] = fresh,
         cut_memory: CutMemory | None = None,
         first_stream: int = 1,
     ) -> None:
@@ -164,7 +160,7 @@ class Shard:
         self.policies = policies
         self.codecs = codecs
         self._streams = count(first_stream)
-        self._replies = Replies(number, limits.payload_bytes_max, allocate)
+        self._replies = Replies(number)
         self._outbox = deque[GroupEffect]()
         """What the groups' machines want done, within one event."""
         self.cuts = CutAgreement(
@@ -470,14 +466,15 @@ class Shard:
         verdict = session.admit(seq)
         if verdict is Verdict.NEW:
             request = Request(message, event.memory)
-            if session.unread and type(message) is Step:
-                session.have_read(message.oldest)
             if session.held is not None or (self.cuts.stops and self._stops(session, seq)):
                 session.queue.append(request)
             else:
                 self._execute(session, request)
         elif verdict is Verdict.REPEATED:
-            self._repeat(session, Request(message, event.memory))
+            answer = session.answer_again(seq)
+            if not all(map(event.memory.has, answer.written)):
+                answer = Answer(answer.message)  # its client has released that memory
+            self._effects.replies.append((session.client, answer))
         elif verdict is Verdict.GAP:
             self._effects.drops.append(session.client)
         elif verdict is Verdict.FORGOTTEN:
@@ -487,26 +484,6 @@ class Shard:
                 fix="keep no more requests unanswered than the window that was agreed",
             )
             self._effects.replies.append((session.client, Answer(refusal(seq, error))))
-
-    def _repeat(self, session: ShardSession, request: Request) -> None:
-        """Answer a request again whose answer may be lost: values that went out in its frame are
-        read again, and the answer says which version they have."""
-        message, memory = request.message, request.memory
-        outcome = session.outcome(message.seq)
-        values = session.unread.get(message.seq)
-        answer = Answer(outcome, values, exact=values is not None)
-        if values is None and message.seq in session.unread and isinstance(outcome, Done):
-            try:
-                match message:
-                    case Step():
-                        machine = self._group(message.group)
-                        answer = machine.read_again(session, request, outcome)
-                    case Fetch() | Scan() | Contains() | TakeSnapshot():
-                        answer = self._read(session, message, memory)
-            except (ParamServeError, ValueError, TypeError, MemoryError) as error:
-                refused = self._refusal(message, error)
-                answer = Answer(structs.replace(refused, applied="unknown"))
-        self._effects.replies.append((session.client, answer))
 
     def _execute(self, session: ShardSession, request: Request) -> None:
         """Run a request; answer it, or leave it held."""
@@ -610,7 +587,7 @@ class Shard:
         message: Fetch | Scan | Contains | TakeSnapshot,
         memory: Memory,
     ) -> Answer:
-        """Answer a request that only reads; it may be executed again."""
+        """Answer a request that only reads."""
         match message:
             case Fetch():
                 part = self.cuts.part(message.cut, self._now) if message.cut else None

@@ -3,7 +3,7 @@
 A shard accepts exactly the number after the last one. A lower number is answered from the kept
 outcomes, or is still waiting here and will be answered when its turn comes. A higher one means
 that something between was lost: the connection is dropped and the client sends again in order.
-An outcome keeps versions and no values: those are read again, as they are by then.
+An outcome keeps versions and no values: those lie in the client's memory, or in the mirror of it.
 
 `Sessions` also knows the members of the cluster: it refuses sessions of older incarnations.
 """
@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
 from msgspec import Struct, structs
 
 from paramserve.config import NO_RANK, Limits
-from paramserve.core.request_memory import Memory
+from paramserve.core.request_memory import Bytes, Memory
 from paramserve.errors import ClientClosed, Overloaded, ParamServeError, WorkerFenced
 from paramserve.messages import (
     Done,
@@ -28,11 +27,10 @@ from paramserve.messages import (
     NumberedRequest,
     Read,
     Refused,
+    Run,
     ShardReply,
     Step,
 )
-
-Array = npt.NDArray[Any]
 
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
@@ -60,7 +58,7 @@ class ClientHere(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A numbered request and the memory that it speaks of, by arena number; 0 is the payload."""
+    """A numbered request and the memory that it speaks of."""
 
     message: NumberedRequest
     memory: Memory
@@ -74,12 +72,10 @@ class ReadRequest(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """A reply and the bytes that follow it (none where the values lie in the client's arena)."""
+    """A reply, and what was written for it to its client's memory."""
 
     message: ShardReply
-    payload: Array | None = None
-    exact: bool = False
-    """Whether no newer values may replace these if the answer is lost."""
+    written: tuple[Run, ...] = ()
 
 
 class Round(NamedTuple):
@@ -201,9 +197,8 @@ class ShardSession:
         fenced."""
         self.gone_at: float | None = None
         """When its connection ended; None while it has one."""
-        self.unread: dict[int, Array | None] = {}
-        """Values by number that went out in a frame, and may be lost with it. None: they are read
-        again then, and newer ones will do."""
+        self.mirror: dict[int, Bytes] = {}
+        """The arenas of a client on another host, as far as their bytes have come."""
         self.left_out: set[int] = set()
         """Groups where its client keeps something that was left out of its gradients."""
         self.flushed = 0
@@ -215,6 +210,8 @@ class ShardSession:
         self.stepped_at = 0.0
         """When the last one was answered, or the session began."""
         self._outcomes: dict[int, Done | Refused] = {}
+        self._written: dict[int, tuple[Run, ...]] = {}
+        """Runs that were written for the outcome of a number; they lie there until it was read."""
 
     def record(self, last: int) -> SessionRecord:
         """The session as it is now; `last` is its last number that is in the cut."""
@@ -273,27 +270,23 @@ class ShardSession:
             return Verdict.PENDING
         return Verdict.FORGOTTEN
 
-    def outcome(self, seq: int) -> Done | Refused:
-        """Outcome of a number for which `admit` returned REPEATED."""
-        return self._outcomes[seq]
+    def answer_again(self, seq: int) -> Answer:
+        """The answer to a number; `admit` said REPEATED."""
+        return Answer(self._outcomes[seq], self._written.get(seq, ()))
 
     def keep_outcome(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""
-        message, outcomes, unread = answer.message, self._outcomes, self.unread
+        message, outcomes, written = answer.message, self._outcomes, self._written
         assert type(message) is Done or type(message) is Refused, "all else answers no number"
         seq = message.seq
         over = seq - self.requests
         outcomes[seq] = message
         if over in outcomes:
             del outcomes[over]
-        if answer.payload is not None:
-            if over in unread:
-                del unread[over]
-            unread[seq] = answer.payload if answer.exact else None
-
-    def have_read(self, oldest: int) -> None:
-        """The client has read all answers to lower numbers, and asks for none of them again."""
-        self.unread = {seq: self.unread[seq] for seq in self.unread if seq >= oldest}
+        if over in written:
+            del written[over]
+        if answer.written:
+            written[seq] = answer.written
 
     def clock_of(self, part: CallPart) -> int | None:
         """The clock of a step that has had its effect; None: it was refused."""

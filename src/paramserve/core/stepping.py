@@ -18,7 +18,6 @@ from paramserve.core import policy_calls
 from paramserve.core.block import ShardBlock
 from paramserve.core.group_state import GroupState
 from paramserve.core.policy_epochs import PolicyEpoch
-from paramserve.core.replies import check_layout
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import ShardSession
 from paramserve.core.shard_storage import Keep
@@ -88,21 +87,14 @@ def check_reads(state: GroupState, pull: Sequence[ReadTarget], memory: Memory) -
         ParamServeError: something about it is wrong. Nothing was read.
     """
     blocks = state.blocks
-    answered: list[tuple[int, int]] = []
     for place in pull:
         block = blocks[place.block] if place.block in blocks else state.block(place.block)
         if type(block) is KeyedBlock:
             block.check_place(memory, place)
-            if not place.arena:
-                answered.append((place.offset, block.read_bytes(memory, place)))
-        elif place.arena:
-            memory.at(place.arena, place.offset, block.sent)
-        elif block.stream is not None:
-            block.check_position(memory, place)
+        elif place.room:
+            block.check_room(memory, place)
         else:
-            answered.append((place.offset, block.answer_bytes))
-    if answered:
-        check_layout(answered)
+            memory.at(place.arena, place.offset, block.sent)
 
 
 def largest(parts: list[Part], step: Step | None = None) -> float:
@@ -270,7 +262,7 @@ def apply_parts(
     """
     places: dict[int, ReadTarget] = {}
     for place in step.pull:
-        if place.arena:
+        if not place.room:
             places[place.block] = place
     written: dict[int, Array] = {}
     for block, header, _ in parts:

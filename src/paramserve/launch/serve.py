@@ -89,7 +89,6 @@ from paramserve.server import ServerRole, new_shard, process_role, register
 from paramserve.transport.auth import credentials_of
 from paramserve.transport.connection import Connection, Handler
 from paramserve.transport.control import ControlLink
-from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Listener, listen
 from paramserve.transport.tcp import split_place, warn_if_open
 
@@ -152,8 +151,8 @@ class _SharedPort:
         handler.opened(conn, hello)
         self._handlers[conn] = handler
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        self._handlers[conn].frame(conn, header, payload)
+    def frame(self, conn: Connection, header: bytes) -> None:
+        self._handlers[conn].frame(conn, header)
 
     def closed(self, conn: Connection) -> None:
         self._handlers.pop(conn).closed(conn)

@@ -105,6 +105,7 @@ from paramserve.messages.peers import (
 )
 from paramserve.messages.requests import (
     NOTE_BYTES_MAX,
+    Arenas,
     AskReport,
     Assign,
     Batch,
@@ -133,7 +134,7 @@ from paramserve.messages.requests import (
     Watch,
 )
 from paramserve.messages.saved import SAVED_BYTES_MAX, SAVED_NAMES_MAX, Saved, SavedAt
-from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, decoder, encode
+from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, Run, decoder, encode
 
 Message = (
     Hello
@@ -153,6 +154,7 @@ Message = (
 )
 
 __all__ = [
+    "Arenas",
     # how they lie in bytes
     "PROTOCOL_VERSION",
     "COORDINATOR_ROLES",
@@ -205,6 +207,7 @@ __all__ = [
     "GroupPolicy",
     "Done",
     "Refused",
+    "Run",
     "Waiting",
     "TableReport",
     "Values",

@@ -1,8 +1,7 @@
 """Client to shard: numbered requests, reads, and questions.
 
-Bytes lie at an offset of an arena: one that the server maps, or 0, the payload of a frame. What a
-request carries is then in the payload of its own frame, what it reads in that of its answer. The
-parts of an answer lie one after the other in any order, each padded to `ALIGN`.
+Bytes lie at an offset of an arena of the client. A server on its host maps that; any other one has
+a mirror of it. There a frame carries what lies in it of its request, or was written by its answer.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class Keys(Struct, frozen=True, array_like=True):
     """Which rows of a table are read, and to which places of the reader's array.
 
     At the place lie the keys, int64 [rows], and then the places, int32 [rows], each the number of
-    a row of the array; both padded to `ALIGN`. `total`: rows of that array. In arena 0 lie only the
-    keys, and the rows come back in their order; of a table with codecs, as `core.table.encoded`
-    says.
+    a row of the array; both padded to `ALIGN`. `total`: rows of that array. Of rows that are read
+    encoded only the keys lie there, as `core.table.encoded` says.
     """
 
     rows: int
@@ -51,15 +49,17 @@ class Keys(Struct, frozen=True, array_like=True):
 class ReadTarget(Struct, frozen=True, array_like=True):
     """Where a block's values are to be written; of a table, the rows of `keys`.
 
-    In arena 0, of a block that is pulled as what has changed (`ps.Delta`), there lies in the
-    request's own payload what the reader has, 16 bytes: `core.delta_stream` says what, and what
-    comes. Such parts of an answer lie behind all others, in the order of the request.
+    `room`: they are written as the block's codec of pulls encodes them, to at most so many bytes;
+    0: as they are. `has`: what its reader has of a block that is pulled as what has changed
+    (`ps.Delta`), as `core.delta_stream` says.
     """
 
     block: int
     arena: int
     offset: int
     keys: Keys | None = None
+    room: int = 0
+    has: tuple[int, int] = (0, 0)
 
 
 @final
@@ -107,9 +107,8 @@ class Step(Struct, array_like=True, tag="step"):
     computed from. With `tick` the step ends the clock. `skip` says that this worker has no usable
     gradient for this clock. `clip_norm` 0: no clipping. `factor` is the worker's own, from
     `Worker.factor`. `mark` (lease, samples): what this worker has taken of the samples that were
-    leased to it, with this step. `oldest`: the client has read the answers to all lower numbers,
-    and asks for none of them again. `note`: what the shard is to keep for the next incarnation of
-    this rank and for added workers; it does not look into it, and keeps each rank's last two.
+    leased to it, with this step. `note`: what the shard is to keep for the next incarnation of this
+    rank and for added workers; it does not look into it, and keeps each rank's last two.
     Empty: the one before still holds. `largest`: no element of the gradients, on any shard, is
     larger in size, as the client has found when it captured them; below 0: it has not looked.
     `saved`: what the worker has saved since it said so last; the shard keeps it for the next
@@ -133,7 +132,6 @@ class Step(Struct, array_like=True, tag="step"):
     clip_norm: float = 0.0
     factor: float = 1.0
     mark: tuple[int, int] | None = None
-    oldest: int = 0
     note: bytes = b""
     largest: float = -1.0
     saved: tuple[Saved, ...] = ()
@@ -328,6 +326,13 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch"):
     of them is a `Define`, which may have to wait for kernels."""
 
     requests: tuple[ShardRequest, ...]
+
+
+class Arenas(Struct, frozen=True, array_like=True, tag="arenas"):
+    """Number and bytes of each arena that a client has by now, of which a server on another host is
+    to have a mirror. Not numbered; it comes before what lies in a new one is spoken of."""
+
+    arenas: tuple[tuple[int, int], ...]
 
 
 class Inquire(Struct, frozen=True, array_like=True, tag="inquire"):

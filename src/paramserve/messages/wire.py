@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 ALIGN = 64
-"""Bytes: slots and parts of a payload start at multiples of this: a cache line, a vector word."""
+"""Bytes: slots, and what lies in them, start at multiples of this: a cache line, a vector word."""
+Run = tuple[int, int, int]
+"""Bytes of a client's memory: the number of an arena, where they begin there, how many they are."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 encode = _ENCODER.encode

@@ -23,7 +23,6 @@ from paramserve.recent import recorded
 from paramserve.server.checkpoints import resume
 from paramserve.server.cut_memory import PreparedMemory
 from paramserve.server.role import Control, ServerRole
-from paramserve.transport.buffers import Buffers
 from paramserve.transport.control import ControlLink
 from paramserve.transport.listener import listen
 from paramserve.transport.peers import dialer
@@ -50,7 +49,6 @@ def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
         rules=registered.rules,
         policies=registered.all,
         codecs=registered.codecs,
-        allocate=Buffers(config.limits.buffers_bytes_max).take,
         cut_memory=PreparedMemory(),
         first_stream=1 + secrets.randbits(62),
     )

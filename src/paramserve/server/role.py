@@ -39,6 +39,7 @@ from paramserve.errors import CoordinatorGone, ParamServeError, ProtocolError, S
 from paramserve.logs import event
 from paramserve.messages import (
     COORDINATOR_ROLES,
+    Arenas,
     AskDebug,
     AskReport,
     Batch,
@@ -65,8 +66,8 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.server.checkpoints import PartWriter
+from paramserve.transport.arena import update_mirror
 from paramserve.transport.connection import refusal, take_arenas
-from paramserve.transport.framing import ByteArray
 from paramserve.transport.listener import Connection, Listener
 from paramserve.transport.peers import Dial, PeerLinks
 from paramserve.transport.timing import Handle, Loop, Pending
@@ -80,9 +81,9 @@ BEAT = AskReport()
 Needed = Callable[[BlockSpec, Mapping[str, type[Any]]], Callable[[], None] | None]
 """Compilation that a block needs, if any; see `compiling.needed`."""
 
-ClientMessage = ShardRequest | Batch | Inquire | AskReport | Bye | AskDebug
-Frame = tuple[Connection, bytes, ByteArray | None]
-"""Connection, header and payload of a frame."""
+ClientMessage = ShardRequest | Arenas | Batch | Inquire | AskReport | Bye | AskDebug
+Frame = tuple[Connection, bytes]
+"""Connection and header of a frame."""
 
 _decode_client = decoder(ClientMessage).decode
 _decode_peer = decoder(PeerMessage).decode
@@ -219,6 +220,8 @@ class ServerRole:
         self._clients[hello.client] = conn
         text = "client %d (rank %d) has connected"
         logger.debug(text, hello.client, hello.rank, extra=self._event("log", client=hello.client))
+        if not conn.shared:
+            conn.arenas = self.shard.sessions.by_client[hello.client].mirror
         self._memories[conn] = Memory(conn.arenas)
         self._act(effects)
 
@@ -234,7 +237,7 @@ class ServerRole:
         self._memories[main].forget()
         self._parties[conn] = -1
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
+    def frame(self, conn: Connection, header: bytes) -> None:
         polling = self._polling[conn.kind == "tcp"]
         wait_s = self._loop.time() - self._last_frame
         polling.waited(wait_s, polled=self._polls, shared=self._shared, late=self._late)
@@ -244,7 +247,7 @@ class ServerRole:
         requests: tuple[ShardRequest, ...] = ()
         try:
             if self._loading is not None:
-                self._loading.append((conn, header, payload))
+                self._hold(self._loading, conn, header)
             elif client == 0:
                 self._happen(FromShard(_decode_peer(header)))
             else:
@@ -252,15 +255,15 @@ class ServerRole:
                 if type(message) is Step or type(message) is Read:
                     requests = (message,)
                 else:
-                    requests = self._requests(client, message, (conn, header, payload))
+                    requests = self._requests(client, message, (conn, header))
         except UnicodeDecodeError as error:  # msgspec's errors are told by the transport
             raise ProtocolError(
                 f"a header was refused: {error}", fix="run the same version on both sides"
             ) from error
         for request in requests if client > 0 else ():
-            memory = self._memories[conn] if payload is None else Memory(conn.arenas, payload)
             if not self._closed:
-                self._act(self.shard.step(Requested(client, request, memory), self._loop.time()))
+                event = Requested(client, request, self._memories[conn])
+                self._act(self.shard.step(event, self._loop.time()))
         self._last_frame = now = self._loop.time()
         budget_s = polling.budget_s
         self._shared = self._late = False
@@ -268,6 +271,15 @@ class ServerRole:
         if budget_s and not self._polls:
             self._polls = True
             self._loop.call_soon(self._poll)
+
+    def _hold(self, frames: list[Frame], conn: Connection, header: bytes) -> None:
+        """Keep a frame until the kernels are loaded, unless the frames behind it need its effect to
+        be received."""
+        message = _decode_client(header) if self._parties[conn] > 0 else None
+        if isinstance(message, Arenas):
+            self._update_mirror(conn, message)
+        else:
+            frames.append((conn, header))
 
     def _poll(self) -> None:
         """Keep the loop from sleeping while the next frame is worth polling for."""
@@ -293,6 +305,8 @@ class ServerRole:
             conn.send(encode(self._report(message)))
         elif isinstance(message, Bye):
             self._happen(ClientBye(client, message.answered))
+        elif isinstance(message, Arenas):
+            self._update_mirror(conn, message)
         elif isinstance(message, AskDebug):
             conn.send(encode(report(message, self.config)))
         elif isinstance(message, Batch):
@@ -305,6 +319,13 @@ class ServerRole:
         else:
             return (message,)
         return ()
+
+    def _update_mirror(self, conn: Connection, message: Arenas) -> None:
+        """The arenas of a client whose memory is not mapped here have changed."""
+        if conn.shared or conn not in self._memories:
+            raise ProtocolError("arenas were named that need no mirror", fix="run the same version")
+        update_mirror(conn.arenas, message.arenas, self.config.limits)
+        self._memories[conn].forget()
 
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn)
@@ -325,8 +346,8 @@ class ServerRole:
     def _act(self, effects: Effects) -> None:
         for client, answer in effects.replies:
             if client in self._clients:
-                payload = () if answer.payload is None else (answer.payload,)
-                self._clients[client].send(encode(answer.message), payload)
+                conn = self._clients[client]
+                conn.send(encode(answer.message), () if conn.shared else answer.written)
         for shard, message in effects.peers:
             self._peers.send(shard, encode(message))
         for client in effects.drops:
@@ -381,11 +402,11 @@ class ServerRole:
             conn = frames.pop(0)[0]
             conn.send(refusal(refused))
             conn.close()
-        for conn, header, payload in frames:
+        for conn, header in frames:
             if conn not in self._parties:
                 continue
             try:
-                self.frame(conn, header, payload)
+                self.frame(conn, header)
             except (ParamServeError, msgspec.MsgspecError):
                 conn.close()
             except Exception:

@@ -1,4 +1,4 @@
-"""Shared memory of one client: it makes, seals and passes it, servers check and map it.
+"""Memory of one client: it makes, seals and passes it, servers check and map it, or mirror it.
 
 It has no name in any file system and is gone when the last process that maps it is. How it is cut
 into slots is the client's business, except that its first `RESERVED_BYTES` belong to the transport.
@@ -10,10 +10,12 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
+from paramserve.config import Limits
 from paramserve.errors import Overloaded, ProtocolError
 from paramserve.messages import ALIGN
 from paramserve.transport.framing import ByteArray
@@ -132,6 +134,52 @@ def map_arena(fd: int, nbytes: int, limits_left: int) -> ByteArray:
         raise _refused(f"it cannot be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def update_mirror(
+    mirror: dict[int, ByteArray], arenas: Sequence[tuple[int, int]], limits: Limits
+) -> None:
+    """Have memory for each arena of a client on another host, and for no other. One that stays
+    keeps its bytes. Memory is used as it is written to.
+
+    Args:
+        arenas: number and bytes of each, as the client says.
+    Raises:
+        ProtocolError: they are none. Overloaded: they are too many or too large, or there is no
+            memory for them. In both cases nothing was changed, but for what is no more.
+    """
+    sizes = dict(arenas)
+    if len(sizes) != len(arenas) or min(sizes, default=1) < 1 or min(sizes.values(), default=1) < 1:
+        raise ProtocolError(
+            f"arenas {arenas} were named", fix="number arenas from 1, each once, of 1 byte or more"
+        )
+    check_arenas(sizes, limits)
+    for number in [each for each in mirror if sizes.get(each) != mirror[each].size]:
+        del mirror[number]
+    try:
+        for number in sizes.keys() - mirror.keys():
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mirror[number] = np.frombuffer(mmap.mmap(-1, sizes[number], flags), np.uint8)
+    except OSError as error:
+        raise Overloaded(
+            f"no memory for a mirror of {sum(sizes.values())} bytes: {error.strerror}",
+            fix="use more servers on more machines, fewer clients, or smaller models",
+        ) from error
+
+
+def check_arenas(sizes: Mapping[int, int], limits: Limits) -> None:
+    """Refuse more arenas of one client than a server maps or mirrors.
+
+    Raises:
+        Overloaded: they are too many, or too large.
+    """
+    total = sum(sizes.values())
+    if total > limits.arena_bytes_max or len(sizes) > limits.arenas_max:
+        raise Overloaded(
+            f"a client would have {len(sizes)} arenas of {total} bytes, arenas_max is "
+            f"{limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
+            fix="use smaller blocks or fewer outstanding steps, or raise the limit",
+        )
 
 
 def _check(fd: int, nbytes: int) -> None:

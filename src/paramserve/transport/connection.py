@@ -18,16 +18,18 @@ from typing import Final, Literal, Protocol
 import msgspec
 
 from paramserve.config import Limits
-from paramserve.errors import Overloaded, ParamServeError, ProtocolError
-from paramserve.messages import Hello, Refused, Welcome, encode
-from paramserve.transport.buffers import Buffers
+from paramserve.errors import ParamServeError, ProtocolError
+from paramserve.messages import Hello, Refused, Run, Welcome, encode
+from paramserve.transport.arena import check_arenas
 from paramserve.transport.framing import (
+    BUFFER_BYTES,
     IO_PARTS_MAX,
     PRELUDE_BYTES,
     ByteArray,
     FrameReader,
     drop,
-    on_wire,
+    framed,
+    located,
     prelude,
 )
 from paramserve.transport.timing import Loop
@@ -47,20 +49,21 @@ class Connection(Protocol):
     hello: Hello
     kind: Kind
     arenas: dict[int, ByteArray]
-    """The peer's shared memory by number; a handler may add those of an "attach" connection."""
+    """The peer's memory by number: mapped, or a mirror of it, which a handler sets. A handler may
+    add those of an "attach" connection."""
     shared: bool
-    """Whether payloads can lie in shared memory."""
+    """Whether it is mapped, so that no bytes of it need to travel."""
     reset: bool
     """Whether it was ended by a reset, as the network may: that does not tell how the peer is."""
 
-    def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
-        """Send one frame; never waits.
+    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
+        """Send one frame, with runs of `arenas`; never waits.
 
-        The arrays of the payload are handed over: they must not change afterwards. Each is padded
-        to `ALIGN` on the wire. On a closed connection this does nothing. While a peer has left more
-        than `send_buffer_bytes_max` of earlier frames unread, nothing more is read from it, so that
-        what it may have unanswered bounds what waits for it. Past `outstanding_max` frames more
-        than that, which it cannot have asked for, it is cut off.
+        What lies there must not change before the peer has read it. On a closed connection this
+        does nothing. While a peer has left more than `send_buffer_bytes_max` of earlier frames
+        unread, nothing more is read from it, so that what it may have unanswered bounds what waits
+        for it. Past `outstanding_max` frames more than that, which it cannot have asked for, it is
+        cut off.
         """
 
     def close(self) -> None:
@@ -91,8 +94,8 @@ class Handler(Protocol):
         the handler is not called for it again.
         """
 
-    def frame(self, conn: Connection, header: bytes, payload: ByteArray | None) -> None:
-        """A frame came. The payload is the handler's to keep, its first byte aligned to `ALIGN`.
+    def frame(self, conn: Connection, header: bytes) -> None:
+        """A frame came. The runs that came with it lie in the connection's arenas.
 
         May raise `ParamServeError` or msgspec's errors for a header that is not valid: the peer
         gets `Refused` with number 0 and is cut off.
@@ -131,7 +134,6 @@ class StreamConnection:
         arenas: dict[int, ByteArray],
         handler: Handler,
         limits: Limits,
-        buffers: Buffers,
         on_end: Callable[[StreamConnection], None],
         loop: Loop,
     ) -> None:
@@ -144,14 +146,13 @@ class StreamConnection:
         self._fd = sock.fileno()
         self._handler = handler
         self._limits = limits
-        self._buffers = buffers
         self._on_end = on_end
         self._loop = loop
         self._reader = FrameReader(limits.header_bytes_max, limits.payload_bytes_max)
         # The frame whose payload is still arriving.
-        self._header = b""
-        self._payload: ByteArray | None = None
-        self._payload_rest = memoryview(b"")
+        self._header: bytes | None = None
+        self._rest: deque[memoryview] = deque()
+        """Where the rest of that belongs."""
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._writing = False
@@ -187,25 +188,24 @@ class StreamConnection:
         self._writable()
         self._come_back()
 
-    def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
-        views, total = on_wire(payload) if payload else ([], 0)
-        length = len(header)
-        data = prelude(length, total) + header
+    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
+        if runs:
+            views, size = framed(header, runs, self.arenas)
+        else:
+            data = prelude(len(header), 0) + header
+            views, size = [memoryview(data)], PRELUDE_BYTES + len(header)
         if self._queue or not self._started or self._closed:
-            self._enqueue([memoryview(data), *views])
+            self._enqueue(views)
             return
         try:
-            if views:
-                count = self._sock.sendmsg([memoryview(data), *views[: IO_PARTS_MAX - 1]])
-            else:
-                count = self._sock.send(data)
+            count = self._sock.sendmsg(views[:IO_PARTS_MAX]) if runs else self._sock.send(data)
         except BlockingIOError:
             count = 0
         except OSError as error:
             self._fail(error)
             return
-        if count < PRELUDE_BYTES + length + total:
-            rest = deque([memoryview(data), *views])
+        if count < size:
+            rest = deque(views)
             drop(rest, count)
             self._enqueue(rest)
 
@@ -243,7 +243,7 @@ class StreamConnection:
         if self._closed or not self._paused or self._is_full():
             return
         self._paused = False
-        if self._payload is None:
+        if not self._rest:
             self._frames(0)
         if not self._closed and not self._paused:
             self._loop.add_reader(self._fd, self._readable)
@@ -271,7 +271,7 @@ class StreamConnection:
 
     def _readable(self) -> None:
         """Read once, and hand over what is whole."""
-        if self._payload is not None:
+        if self._rest:
             self._read_payload()
         else:
             reader = self._reader
@@ -304,13 +304,17 @@ class StreamConnection:
         """Hand over the frames that are here, after `count` more bytes."""
         reader = self._reader
         try:
-            header = reader.filled(count)
+            header = self._header if self._header is not None else reader.filled(count)
             while header is not None:
                 if reader.payload_bytes:
-                    if not self._begin_payload(header, reader.payload_bytes):
-                        return
-                else:
-                    self._handler.frame(self, header, None)
+                    self._rest = located(reader.runs, self.arenas)
+                    reader.payload_bytes = 0
+                    reader.place(self._rest)
+                if self._rest:
+                    self._header = header
+                    return
+                self._header = None
+                self._handler.frame(self, header)
                 if not reader.end or self._closed or self._paused:
                     return
                 header = reader.next()
@@ -320,49 +324,30 @@ class StreamConnection:
             self._end("the handler failed")
             raise
 
-    def _begin_payload(self, header: bytes, size: int) -> bool:
-        """Make room for a payload; True if all of it had come and was handed over."""
-        try:
-            payload = self._buffers.take(size)
-        except MemoryError:
-            raise Overloaded(
-                f"no memory for a payload of {size} bytes", fix="send less at once, or add memory"
-            ) from None
-        rest = payload.data
-        size_read = self._reader.take(rest)
-        if size_read == size:
-            self._handler.frame(self, header, payload)
-            return True
-        self._header, self._payload, self._payload_rest = header, payload, rest[size_read:]
-        return False
-
     def _read_payload(self) -> None:
-        rest, budget = self._payload_rest, _READ_AT_ONCE
+        """Read on within a payload: small runs together with what follows, large ones into their
+        place."""
+        rest, reader, budget = self._rest, self._reader, _READ_AT_ONCE
         try:
             while rest and budget > 0:
-                count = self._sock.recv_into(rest[:budget])
+                direct = len(rest[0]) >= BUFFER_BYTES
+                count = self._sock.recv_into(rest[0][:budget] if direct else reader.space())
                 if not count:
                     self._end("the peer closed within a payload")
                     return
-                rest, budget = rest[count:], budget - count
+                budget -= count
+                if direct:
+                    drop(rest, count)
+                else:
+                    reader.more(count)
+                    reader.place(rest)
         except BlockingIOError:
             pass
         except OSError as error:
             self._fail(error)
             return
-        if rest:
-            self._payload_rest = rest
-            return
-        self._payload_rest = memoryview(b"")  # Even an empty rest would hold the buffer.
-        del rest
-        payload, self._payload = self._payload, None
-        try:
-            self._handler.frame(self, self._header, payload)
-        except (ParamServeError, msgspec.MsgspecError) as error:
-            self.refuse(as_refusable(error))
-        except BaseException:
-            self._end("the handler failed")
-            raise
+        if not rest:
+            self._frames(0)
 
     def refuse(self, error: ParamServeError) -> None:
         """Tell the peer why, as far as its socket takes it at once, and end the connection."""
@@ -392,8 +377,7 @@ class StreamConnection:
         self._sock.close()
         self._queue.clear()
         self._queued_bytes = 0
-        self._payload = None
-        self._payload_rest = memoryview(b"")
+        self._rest.clear()
         if self._started:
             self._loop.call_soon(partial(self._handler.closed, self))
         self._on_end(self)
@@ -406,11 +390,5 @@ def take_arenas(main: Connection, attached: Connection, limits: Limits) -> None:
         Overloaded: the client would have too many, or too much mapped. Nothing was moved.
     """
     both = {**main.arenas, **attached.arenas}
-    total = sum(arena.nbytes for arena in both.values())
-    if total > limits.arena_bytes_max or len(both) > limits.arenas_max:
-        raise Overloaded(
-            f"client {main.hello.client} would have {len(both)} arenas of {total} bytes mapped, "
-            f"arenas_max is {limits.arenas_max}, arena_bytes_max {limits.arena_bytes_max}",
-            fix="use smaller blocks or fewer outstanding steps, or raise the limit",
-        )
+    check_arenas({number: arena.nbytes for number, arena in both.items()}, limits)
     main.arenas.update(attached.arenas)

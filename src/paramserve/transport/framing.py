@@ -1,14 +1,15 @@
 """Frames as bytes: the fixed prelude, its checks, and cutting a byte stream into frames.
 
-A frame is a prelude, a header (one message in msgpack) and a payload whose parts are each padded
-to `ALIGN`. This module holds no socket; it reads no message, so it decides only on sizes.
+A frame is a prelude, a header (one message in msgpack) and a payload: bytes of the client's arenas,
+which both ends have. Behind the message a table names these runs of bytes, and how many they are.
+This module holds no socket; it reads no message, so it decides only on sizes and places.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paramserve.errors import ProtocolError
-from paramserve.messages import ALIGN, PROTOCOL_VERSION
+from paramserve.messages import PROTOCOL_VERSION, Run
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -28,11 +29,14 @@ BUFFER_BYTES: Final = 64 << 10
 """What one read may take; a longer header gets a buffer of its own while it arrives."""
 IO_PARTS_MAX: Final = 64
 """Pieces of memory in one scatter-gather call (Linux allows 1024)."""
+RUN: Final = struct.Struct("<QQQ")
+"""A run of bytes: its arena, where it begins there, and its bytes."""
+RUNS: Final = struct.Struct("<I")
+"""How many runs stand before it."""
 
 # The first three fields as one number: a frame is accepted by one comparison.
 _WORDS: Final = struct.Struct("<QIQ")
 _FIRST: Final = int.from_bytes(PRELUDE.pack(MAGIC, PROTOCOL_VERSION, 0, 0, 0)[:8], "little")
-_PADDING: Final = memoryview(bytes(ALIGN))
 
 _unpack_from = _WORDS.unpack_from
 
@@ -80,24 +84,63 @@ def _refusal(data: bytes, header_max: int, payload_max: int) -> ProtocolError:
     return ProtocolError(f"a frame was refused: it {what}", fix=fix)
 
 
-def padded(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGN`: what a part of `size` bytes takes on the wire."""
-    return (size + ALIGN - 1) & -ALIGN
+def framed(
+    header: bytes, runs: Sequence[Run], arenas: Mapping[int, ByteArray]
+) -> tuple[list[memoryview], int]:
+    """A frame with these runs of arenas, in pieces, without a copy of them; and its bytes."""
+    views, table, count, total = [memoryview(b"")], b"", 0, 0
+    for run in runs:
+        arena, start, nbytes = run
+        if nbytes:
+            views.append(arenas[arena].data[start : start + nbytes])
+            table += RUN.pack(*run)
+            count, total = count + 1, total + nbytes
+    if count:
+        header = b"".join((header, table, RUNS.pack(count)))
+    views[0] = memoryview(prelude(len(header), total) + header)
+    return views, len(views[0]) + total
 
 
-def on_wire(parts: Sequence[ByteArray]) -> tuple[list[memoryview], int]:
-    """The parts of a payload with the padding between them, without a copy, and their sum."""
-    views: list[memoryview] = []
-    total = 0
-    for part in parts:
-        size = part.nbytes
-        if not size:
-            continue
-        views.append(part.data)
-        total += padded(size)
-        if size % ALIGN:
-            views.append(_PADDING[: -size % ALIGN])
-    return views, total
+def split(data: bytes, payload_bytes: int) -> tuple[bytes, tuple[Run, ...]]:
+    """The message of a frame with a payload, and the runs that it names.
+
+    Raises:
+        ProtocolError: it does not name as many bytes as the payload has.
+    """
+    end = len(data) - RUNS.size
+    count = RUNS.unpack_from(data, end)[0] if end >= 0 else 0
+    start = end - RUN.size * count
+    if start >= 0:
+        runs: tuple[Run, ...] = tuple(RUN.iter_unpack(data[start:end]))
+        total = 0
+        for _, _, nbytes in runs:
+            total += nbytes
+        if total == payload_bytes:
+            return data[:start], runs
+    raise ProtocolError(
+        f"a frame was refused: its {count} runs do not name the {payload_bytes} bytes that follow",
+        fix="run the same version of paramserve on both sides",
+    )
+
+
+def located(runs: Sequence[Run], arenas: Mapping[int, ByteArray]) -> deque[memoryview]:
+    """The memory that the runs of a peer's frame name, but for those without a byte.
+
+    Raises:
+        ProtocolError: one does not lie in an arena.
+    """
+    views: deque[memoryview] = deque()
+    for arena, start, nbytes in runs:
+        have = arenas[arena].size if arena in arenas else 0
+        if start + nbytes > have:
+            raise ProtocolError(
+                f"a frame was refused: it has {nbytes} bytes for offset {start} of arena {arena}, "
+                f"which has {have} bytes here",
+                fix="run the same version of paramserve on both sides",
+            )
+        if nbytes:
+            views.append(arenas[arena].data[start : start + nbytes])
+    return views
 
 
 def drop(views: deque[memoryview], count: int) -> None:
@@ -111,27 +154,22 @@ def drop(views: deque[memoryview], count: int) -> None:
         count -= size
 
 
-def aligned_empty(size: int) -> ByteArray:
-    """An uninitialised array [size] whose first byte lies at a multiple of `ALIGN`."""
-    raw = np.empty(size + ALIGN, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGN
-    return raw[start : start + size]
-
-
 class FrameReader:
     """Cuts a stream into frames: `space()` says where bytes go, `filled(n)` that n have come.
 
     It returns headers. The payload of the frame whose header came last is `payload_bytes` long and
-    must be taken by the caller (`take` gives what has been read of it; the rest is still to come)
+    must be taken by the caller (`place` moves what has been read of it; the rest is still to come)
     before `next` is asked for another header. At most one header over `BUFFER_BYTES` is held.
 
     Attributes:
+        runs: of that payload.
         buffer: where the next bytes belong, if `end` is 0.
         end: bytes of it up to the last that came; 0 where all were handed over.
     """
 
     def __init__(self, header_max: int, payload_max: int) -> None:
         self.payload_bytes = 0
+        self.runs: tuple[Run, ...] = ()
         self._header_max = header_max
         self._payload_max = payload_max
         self._usual = memoryview(bytearray(BUFFER_BYTES))
@@ -173,6 +211,8 @@ class FrameReader:
             self.buffer = self._usual
         else:
             self._start = stop
+        if payload_bytes:
+            header, self.runs = split(header, payload_bytes)
         return header
 
     def more(self, count: int) -> None:
@@ -183,17 +223,21 @@ class FrameReader:
         """The header of the next frame if all of it is here."""
         return self.filled(0)
 
-    def take(self, into: memoryview) -> int:
-        """Move bytes that were read past a header to the front of `into`; return how many."""
-        count = min(len(into), self.end - self._start)
-        if count:
-            stop = self._start + count
-            into[:count] = self.buffer[self._start : stop]
+    def place(self, views: deque[memoryview]) -> None:
+        """Move bytes of a payload that were read past a header to where they belong; `views` says
+        where the rest does."""
+        while views and self.end:
+            into, start = views[0], self._start
+            stop = min(start + len(into), self.end)
+            into[: stop - start] = self.buffer[start:stop]
             self._start = stop
             if stop == self.end:
                 self._start = self.end = 0
                 self.buffer = self._usual
-        return count
+            if stop - start < len(into):
+                views[0] = into[stop - start :]
+            else:
+                views.popleft()
 
     def _make_room(self, size: int) -> None:
         """Let the unfinished frame's first `size` bytes fit, moving what is here if need be."""

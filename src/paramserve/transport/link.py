@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -27,7 +27,7 @@ from paramserve.errors import (
     ProtocolError,
     rebuild,
 )
-from paramserve.messages import ALIGN, Hello, Refused, decoder
+from paramserve.messages import Hello, Refused, Run, decoder
 from paramserve.transport import forks
 from paramserve.transport.arena import Arena
 from paramserve.transport.dial import check_addresses, dial, is_unix, listens, remaining
@@ -38,9 +38,9 @@ from paramserve.transport.framing import (
     ByteArray,
     FrameReader,
     drop,
+    framed,
     header_not_sent,
-    on_wire,
-    padded,
+    located,
     prelude,
 )
 from paramserve.transport.hello import check_answer, hello_frame, write_nonce
@@ -80,6 +80,7 @@ class Link:
     Attributes:
         address: the one of the addresses that was reached.
         shared: whether the peer has mapped the arenas that `connect` was given.
+        arenas: by number, where the runs of frames lie; set by its owner.
         payload_bytes: what is left to read of the payload whose header came last.
         more: whether `buffered` may have more frames, as `receive` has found last.
         broken_off: whether a call ended within a frame: the connection is of no further use.
@@ -92,6 +93,7 @@ class Link:
     ) -> None:
         self.address = address
         self.shared = False
+        self.arenas: Mapping[int, ByteArray] = {}
         self.payload_bytes = 0
         self.more = False
         self.broken_off = False
@@ -238,8 +240,8 @@ class Link:
         """
         return self._sock.fileno()
 
-    def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
-        """Send one frame; when it returns, the payload's arrays may change.
+    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
+        """Send one frame, with runs of `arenas`; when it returns, these may change.
 
         Raises:
             ProtocolError: the header is over `header_bytes_max`. Nothing was sent.
@@ -255,20 +257,21 @@ class Link:
         try:
             if self._rest:
                 self._send_all(self._rest)
-            if payload:
-                views, total = on_wire(payload)
-                views.insert(0, memoryview(prelude(size, total) + header))
-                self._send_all(deque(views))
-                return
-            data = prelude(size, 0) + header
+            if runs:
+                views, total = framed(header, runs, self.arenas)
+            else:
+                data = prelude(size, 0) + header
+                views, total = [memoryview(data)], PRELUDE_BYTES + size
             try:
-                count = self._sock.send(data)
+                count = self._sock.sendmsg(views[:IO_PARTS_MAX]) if runs else self._sock.send(data)
             except BlockingIOError:
                 count = 0
             except OSError as error:
                 raise self._failed(error) from error
-            if count < PRELUDE_BYTES + size:
-                self._send_all(deque([memoryview(data)[count:]]))
+            if count < total:
+                rest = deque(views)
+                drop(rest, count)
+                self._send_all(rest)
         except BaseException:
             self._break_off()
             raise
@@ -333,8 +336,8 @@ class Link:
     def receive(self, timeout_s: float) -> bytes | None:
         """The header of the next frame, or None if none was complete in time.
 
-        If the frame has a payload, `payload_bytes` is its size (with the padding), and it has to
-        be read or skipped before the next call. A frame that has come in part is kept.
+        If the frame has a payload, `payload_bytes` is its size, and it has to be read or skipped
+        before the next call. A frame that has come in part is kept.
 
         Raises:
             ConnectionError: the peer is gone.
@@ -397,46 +400,47 @@ class Link:
         self.payload_bytes = reader.payload_bytes if header is not None else 0
         return header
 
-    def read_payload(self, into: Sequence[ByteArray]) -> None:
-        """Read the whole payload of the frame whose header came last; the padding is dropped.
+    def read_payload(self) -> None:
+        """Read the whole payload of the frame whose header came last to its places in `arenas`.
 
         Raises:
-            ValueError: the arrays do not have the payload's size. Nothing was read.
+            ProtocolError: a place is not in one; the link is of no further use.
             ConnectionError: the peer is gone, or sent nothing for `io_timeout_s`.
         """
-        total = sum(padded(part.nbytes) for part in into)
-        if total != self.payload_bytes:
-            raise ValueError(
-                f"the payload has {self.payload_bytes} bytes, the arrays for it take {total}"
-            )
-        scrap = memoryview(bytearray(ALIGN))
         try:
-            for part in into:
-                self._read(part.data)
-                self._read(scrap[: -part.nbytes % ALIGN])
+            rest = located(self._reader.runs, self.arenas)
+            self._reader.place(rest)
+            if rest:
+                self._read(rest)
         except BaseException:
             self._break_off()
             raise
+        self.payload_bytes = 0
+        self.more = self._reader.end > 0 or self._tls
 
     def skip_payload(self) -> None:
         """Read the payload of the frame whose header came last and drop it."""
-        scrap = memoryview(bytearray(min(self.payload_bytes, 1 << 20)))
+        size = self.payload_bytes
+        scrap = memoryview(bytearray(min(size, 1 << 20)))
         try:
-            while self.payload_bytes:
-                self._read(scrap[: self.payload_bytes])
+            while size:
+                part = deque([scrap[:size]])
+                size -= len(part[0])
+                self._reader.place(part)
+                self._read(part)
         except BaseException:
             self._break_off()
             raise
+        self.payload_bytes = 0
 
-    def _read(self, rest: memoryview) -> None:
+    def _read(self, rest: deque[memoryview]) -> None:
+        """Read on within a payload, to where it belongs."""
         reader = self._reader
-        self.payload_bytes -= len(rest)
-        rest = rest[reader.take(rest) :]
         while rest:
             # A small part is read together with what follows it, a large one into its place.
-            direct = len(rest) >= BUFFER_BYTES
+            direct = len(rest[0]) >= BUFFER_BYTES
             try:
-                count = self._sock.recv_into(rest if direct else reader.space())
+                count = self._sock.recv_into(rest[0] if direct else reader.space())
             except BlockingIOError:
                 self._wait(self._poll_in, "the peer sent nothing")
                 continue
@@ -444,10 +448,11 @@ class Link:
                 raise self._failed(error) from error
             if not count:
                 raise self._closed_by_peer("the peer closed within a payload")
-            if not direct:
+            if direct:
+                drop(rest, count)
+            else:
                 reader.more(count)
-                count = reader.take(rest)
-            rest = rest[count:]
+                reader.place(rest)
 
     def attach(self, arena: Arena, *, timeout_s: float) -> None:
         """Share one more arena with the peer, over a connection made for that alone.
@@ -459,7 +464,7 @@ class Link:
             ParamServeError: as `connect`. The peer knows no such arena.
         """
         if not self.shared or arena.fd is None:
-            raise ValueError(f"the link to {self.address} shares no memory, send payloads instead")
+            raise ValueError(f"the link to {self.address} shares no memory")
         hello = msgspec.structs.replace(self._hello, role="attach")
         Link.connect(
             [self.address], hello, arenas=[arena], timeout_s=timeout_s, limits=self._limits

@@ -26,7 +26,6 @@ from paramserve.config import NO_CREDENTIALS, Credentials, Limits
 from paramserve.errors import NotAuthenticated, ParamServeError
 from paramserve.logs import event
 from paramserve.transport import auth, forks, handshake, tcp, tls
-from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import (
     Connection,
     Handler,
@@ -84,7 +83,6 @@ class Listener:
         self._limits = limits
         self._credentials = credentials
         self._lost_s = lost_s
-        self._buffers = Buffers(limits.buffers_bytes_max)
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], socket.socket] = {}
@@ -118,7 +116,6 @@ class Listener:
             if reason is not None:
                 conn.refuse(reason)
             conn.close()
-        self._buffers.close()
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child: there the parent's peers must not find a
@@ -229,7 +226,6 @@ class Listener:
             arenas,
             self._handler,
             self._limits,
-            self._buffers,
             self._forget,
             self._loop,
         )

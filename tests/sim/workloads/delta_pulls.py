@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from paramserve.client.payloads import Payloads
+from paramserve.client.decoding import Decoder
 from paramserve.codecs.base import Codec, Floats
 from paramserve.codecs.built_in import Int4, Int8, Sign
 from paramserve.codecs.delta import Delta
@@ -81,14 +81,14 @@ class WatchedStream(DeltaStream):
         return found
 
 
-def judge_readers(payloads: Payloads, told: dict[tuple[int, int], Told], whose: str) -> list[str]:
+def judge_readers(decoder: Decoder, told: dict[tuple[int, int], Told], whose: str) -> list[str]:
     """What is wrong with the copies of one client.
 
     Args:
         told: by block and shard.
     """
     wrong = []
-    for (block, shard), reader in payloads._readers.items():
+    for (block, shard), reader in decoder._readers.items():
         if reader._has is not None and (block, shard) in told:
             text = told[block, shard].judge(*reader._has)
             if text is not None:

@@ -291,7 +291,7 @@ class EncodedTensors(Parameters):
         for client in cluster.clients:
             exchange = getattr(client, "exchange", None)
             if exchange is not None:
-                wrong += judge_readers(exchange.payloads, self.told, f"writer {client.writer}")
+                wrong += judge_readers(exchange.decoder, self.told, f"writer {client.writer}")
         return wrong
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
-from tests.sim.workloads.tables import KEYS, NAME, Rows
+from tests.sim.workloads.tables import KEYS, NAME, Rows, asked_for
 
 from paramserve.client.row_encoding import RowEncoder
 from paramserve.client.row_slots import RowPull, RowPush, lay_pull
@@ -136,7 +136,7 @@ class EncodedRows(Parameters):
         exact = not self._form.reads_tell or client.cluster.random.random() < 0.3
         if not exact:
             return pull
-        keys = KEYS[[key.id for key in step.pull]]
+        keys = asked_for(client, step.pull)[0]
         client.exchange.give_back([pull.slot])
         return lay_pull(client.exchange, pull.block, keys, exact=True)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from paramserve.client.links import Slot
-from paramserve.client.row_slots import lay_named, lay_pull, lay_push
+from paramserve.client.row_slots import by_shard, decode_rows, lay_named, lay_pull, lay_push
 from paramserve.client.step_parts import StepParts
 from paramserve.client.ticket import Outcome
 from paramserve.codecs.base import Codec
@@ -204,8 +204,7 @@ class Rows(Parameters):
                 values[slice(None) if client.each_shard_judges() else -1, -1] = np.nan
             pushes.append(lay_push(client.exchange, parts.block, KEYS[numbers], values, None))
         if step.pull:
-            keys = KEYS[[key.id for key in step.pull]]
-            pulls.append(lay_pull(client.exchange, parts.block, keys))
+            pulls.append(lay_pull(client.exchange, parts.block, asked_for(client, step.pull)[0]))
         return structs.replace(parts, row_pushes=pushes, row_pulls=pulls, leased=True)
 
     def record(
@@ -218,8 +217,11 @@ class Rows(Parameters):
     ) -> None:
         owners = shard_of(KEYS, len(client.exchange.shards))
         for read in parts.row_pulls:
+            if read.block.row_codecs is not None:
+                decode_rows(client.exchange, read, exact=True)
             rows = np.frombuffer(read.slot.bytes, np.float32, math.prod(read.shape), read.start)
-            for key, row in zip(pull, rows.reshape(read.shape), strict=True):
+            numbers = asked_for(client, pull)[1]
+            for key, row in zip(pull, rows.reshape(read.shape)[numbers], strict=True):
                 part = Part(key.id, int(owners[key.id]))
                 call.reads[part] = self.form.row(key.id, row)
 
@@ -252,6 +254,12 @@ class Rows(Parameters):
         out = np.empty((own.size, self.form.dim), np.float32)
         _look(block, KEYS[own], out)
         return list(zip(own.tolist(), out, strict=True))
+
+
+def asked_for(client: SimulatedClient, pull: Sequence[Any]) -> tuple[Array, Array]:
+    """The keys of a read as `lay_pull` takes them, and the number of each row among them."""
+    keys = KEYS[[key.id for key in pull]]
+    return by_shard(keys, np.arange(keys.size), len(client.exchange.shards))
 
 
 def _own(shard: int, shards: int) -> Array:

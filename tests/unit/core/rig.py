@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -23,13 +23,12 @@ from paramserve.core.events import (
     MembersChanged,
     Requested,
 )
-from paramserve.core.replies import gathered
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import Answer
 from paramserve.core.table.parts import padded
 from paramserve.errors import ParamServeError, rebuild
 from paramserve.messages import (
+    ALIGN,
     BlockSpec,
     Decision,
     Define,
@@ -37,17 +36,32 @@ from paramserve.messages import (
     Gradient,
     Member,
     Members,
+    NotRead,
     PeerMessage,
     Piece,
+    Read,
     ReadTarget,
     Refused,
     ShardRequest,
     Step,
+    Values,
 )
 from paramserve.rules import Add, Rule
 from paramserve.rules.registry import spec as rule_spec
 
 RESEND_S = 0.5
+PUSHED, PULLED = 0, 9
+"""Arenas of a request: what it pushes, and what it pulls, unless the test says otherwise."""
+ARENA_BYTES = 1 << 16
+
+
+class Replied(NamedTuple):
+    """An answer, and the bytes that were written for it; None: there are none."""
+
+    message: Any
+    payload: Any
+
+
 ADD = Add()
 
 
@@ -76,6 +90,15 @@ def block_spec(
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Where parts of these sizes begin that lie one after the other."""
     return [0, *accumulate(padded(size) for size in sizes)][:-1]
+
+
+def gathered(arrays: Sequence[Any]) -> Any:
+    """Arrays one after the other, each padded."""
+    parts = [np.zeros(0, np.uint8)]
+    for array in arrays:
+        data = np.ascontiguousarray(array).view(np.uint8)
+        parts.append(np.concatenate([data, np.zeros(-data.size % ALIGN, np.uint8)]))
+    return np.concatenate(parts)
 
 
 class Rig:
@@ -109,14 +132,24 @@ class Rig:
         ]
         self.now = 0.0
         self.wire: list[tuple[int, PeerMessage]] = []
-        self.replies: list[tuple[int, int, Answer]] = []
+        self.replies: list[tuple[int, int, Replied]] = []
         """(shard, client, answer) of everything that was answered."""
+        self._memories: dict[tuple[int, int, bool, int], dict[int, Any]] = {}
+        """By client, shard, whether it is a read, and number: the arenas of a request."""
         self._last: dict[tuple[int, int], int] = {}
         self._members = 0
 
     def happen(self, event: Event, shard: int = 0) -> Effects:
         """Let one event happen at a shard."""
         effects = self.shards[shard].step(event, self.now)
+        for at, (client, answer) in enumerate(effects.replies):
+            read = isinstance(answer.message, Values | NotRead)
+            key = (client, shard, read, getattr(answer.message, "seq", 0))
+            known = self._memories.get(key, {})
+            runs = [run for run in sorted(answer.written) if run[2]]
+            found = gathered([known[arena][start : start + n] for arena, start, n in runs])
+            replied = Replied(answer.message, found if runs else None)
+            effects.replies[at] = client, replied  # type: ignore[call-overload]
         self.wire += effects.peers
         self.replies += [(shard, client, answer) for client, answer in effects.replies]
         return effects
@@ -173,10 +206,19 @@ class Rig:
         shard: int = 0,
         memory: Mapping[int, Any] | None = None,
     ) -> Effects:
-        """A request with the number that it has."""
-        known = dict(memory if memory is not None else {})
-        payload = known.pop(0, None)
-        return self.happen(Requested(client, message, Memory(known, payload)), shard)
+        """A request with the number that it has; its memory stays as it was, where it is repeated.
+
+        Args:
+            memory: by arena. What lies in `PUSHED` is copied to one that has room.
+        """
+        key = (client, shard, isinstance(message, Read), message.seq)
+        if key not in self._memories:
+            known = {PULLED: np.zeros(ARENA_BYTES, np.uint8), **(memory or {})}
+            pushed = known.get(PUSHED, np.zeros(0, np.uint8))
+            known[PUSHED] = np.zeros(max(ARENA_BYTES, pushed.size), np.uint8)
+            known[PUSHED][: pushed.size] = pushed
+            self._memories[key] = known
+        return self.happen(Requested(client, message, Memory(self._memories[key])), shard)
 
     def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
         """Send a block's first values to all shards. As a server does, load its kernels first."""
@@ -205,7 +247,7 @@ class Rig:
         hyper: tuple[float, ...] | None = None,
         **options: Any,
     ) -> Effects:
-        """A step with its bytes in the frame; `push` has this shard's elements by block."""
+        """A step; `push` has this shard's elements by block."""
         push = push if push is not None else {}
         arrays = [np.asarray(g, self.dtype(shard, block)) for block, g in push.items()]
         pieces = None if active is None else tuple(active)
@@ -213,14 +255,15 @@ class Rig:
         pulled = [known[block].nbytes if block in known else 0 for block in pull]
         starts = offsets([array.nbytes for array in arrays])
         headers = tuple(
-            Gradient(block, 0, start, pieces, hyper)
+            Gradient(block, PUSHED, start, pieces, hyper)
             for block, start in zip(push, starts, strict=True)
         )
         places = tuple(
-            ReadTarget(block, 0, start) for block, start in zip(pull, offsets(pulled), strict=True)
+            ReadTarget(block, PULLED, start)
+            for block, start in zip(pull, offsets(pulled), strict=True)
         )
         message = Step(0, group, clock, tick, headers, places, **options)
-        memory = {0: gathered(arrays)} if arrays else {}
+        memory = {PUSHED: gathered(arrays)} if arrays else {}
         return self.send(client, message, shard, memory)
 
     def dtype(self, shard: int, block: int) -> Any:
@@ -259,8 +302,8 @@ def refused(effects: Effects) -> ParamServeError:
 
 
 def payload(effects: Effects, dtype: str = "float64") -> list[float]:
-    """The elements that came with the one answer (with the padding of each part)."""
-    found = effects.replies[0][1].payload
+    """The elements that were written for the one answer (with the padding of each part)."""
+    found = effects.replies[0][1].payload  # type: ignore[attr-defined]
     assert found is not None
     values: list[float] = found.view(dtype).tolist()
     return values

@@ -306,8 +306,11 @@ def test_values_are_encoded_once_until_they_change(rule: Rule) -> None:
     block.pull_codec, CountsEncodes.calls[:] = CountsEncodes(), []
     one = np.ones(3, np.float32)
     for number in range(1, 4):
-        assert block.as_read() is block.as_read()
+        assert block._encoded_values() is block._encoded_values()
         assert len(CountsEncodes.calls) == 2 * number - 1
         block.apply(one, None, None, PUSH)
-        assert block.as_read().view(np.uint16).tolist() == [0x3F80 if number == 1 else 0x4000] * 3
+        assert (
+            block._encoded_values().view(np.uint16).tolist()
+            == [0x3F80 if number == 1 else 0x4000] * 3
+        )
         block.assign(VALUE, one, None, None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.unit.core.rig import block_spec
+from tests.unit.core.rig import block_spec, gathered
 from tests.unit.core.test_shard_members import FIRST, OTHER, SECOND, both, pair, resent, rig
 
 from paramserve.consistency.built_in import Sync
 from paramserve.core.events import DeadlineReached
-from paramserve.core.replies import gathered
 from paramserve.messages import Define, JoinGroup, Undefine
 
 

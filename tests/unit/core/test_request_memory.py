@@ -59,15 +59,10 @@ def test_bad_place_is_refused_each_time(number: int, offset: int) -> None:
             memory.at(number, offset, one)
 
 
-def test_payload_is_not_kept() -> None:
-    one, payload = block(8), arena(64)
-    assert memory_of(payload).at(0, 0, one) is not memory_of(payload).at(0, 0, one)
-    memory = memory_of(payload)
-    assert memory.at(0, 0, one) is not memory.at(0, 0, one)
-
-
-def memory_of(payload: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Memory:
-    return Memory({}, payload)
+def test_runs_that_lie_in_an_arena_are_known() -> None:
+    memory = Memory({1: arena(64)})
+    assert all(map(memory.has, [(1, 0, 64), (1, 63, 1), (1, 64, 0)]))
+    assert not any(map(memory.has, [(1, 0, 65), (1, 64, 1), (2, 0, 0), (1, 1 << 63, 1)]))
 
 
 def test_number_of_kept_places_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 from tests.suites import each_case
-from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, refused
+from tests.unit.core.rig import RESEND_S, Rig, block_spec, done, gathered, refused
 
 from paramserve.consistency.built_in import Async, BoundedStaleness, Sync
 from paramserve.core.events import (
@@ -19,7 +19,6 @@ from paramserve.core.events import (
     FromShard,
     Inquired,
 )
-from paramserve.core.replies import gathered
 from paramserve.core.resumption import resume
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (

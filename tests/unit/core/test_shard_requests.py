@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from msgspec import structs
 from tests.suites import each_case
-from tests.unit.core.rig import Rig, block_spec, done, payload, refused
+from tests.unit.core.rig import PULLED, Rig, block_spec, done, gathered, payload, refused
 
 from paramserve.config import Limits, RuleSpec
 from paramserve.consistency.base import Policy
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.core import shard as shard_module
 from paramserve.core.events import ClientBye, ClientGone, ClientHere, DeadlineReached
-from paramserve.core.replies import gathered
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
     Assign,
@@ -140,10 +139,10 @@ def test_clients_max_is_kept() -> None:
     one.join(READER)
 
 
-# --- values: inline and in shared memory
+# --- values
 
 
-def test_push_pull_inline_brings_the_values_back() -> None:
+def test_push_pull_writes_the_values() -> None:
     one = rig()
     one.define(READER, block_spec((2,), number=1), [5.0, 6.0])
     effects = one.step(WORKER, {0: [1, 2, 3, 4]}, [1, 0])
@@ -153,7 +152,7 @@ def test_push_pull_inline_brings_the_values_back() -> None:
 
 
 @each_case("active", [None, (1,)])
-def test_push_pull_in_shared_memory_writes_at_its_places(active: Any) -> None:
+def test_push_pull_writes_at_its_places(active: Any) -> None:
     one = rig()
     one.define(READER, block_spec((2,), number=1), [5.0, 6.0])
     arenas = {1: np.zeros(256, np.uint8), 3: np.zeros(256, np.uint8)}
@@ -166,19 +165,18 @@ def test_push_pull_in_shared_memory_writes_at_its_places(active: Any) -> None:
         (Gradient(0, 3, 64, active),),
         (ReadTarget(0, 1, 64), ReadTarget(1, 3, 128)),
     )
-    effects = one.send(WORKER, message, memory=arenas)
-    assert effects.replies[0][1].payload is None
+    done(one.send(WORKER, message, memory=arenas))
     expected = [2.0] * 4 if active is None else [0.0, 0.0, 0.0, 2.0]
     assert arenas[1].view(np.float64)[8:12].tolist() == expected
     assert arenas[3].view(np.float64)[16:18].tolist() == [5.0, 6.0]
     assert one.value() == expected
 
 
-def test_parts_of_both_payloads_lie_where_their_offsets_say() -> None:
+def test_parts_lie_where_their_offsets_say() -> None:
     one = rig()
     one.define(READER, block_spec((2,), number=1), [5.0, 6.0])
     push = (Gradient(0, 0, 64), Gradient(1, 0, 0))
-    pull = (ReadTarget(0, 0, 64), ReadTarget(1, 0, 0))
+    pull = (ReadTarget(0, PULLED, 64), ReadTarget(1, PULLED, 0))
     memory = {0: gathered([np.array([1.0, 2.0]), np.arange(4.0)])}
     effects = one.send(WORKER, Step(0, 0, 0, True, push, pull), memory=memory)
     assert payload(effects) == [6, 8, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0]
@@ -239,7 +237,7 @@ def test_define_of_the_higher_attempt_stands() -> None:
 )
 def test_define_that_cannot_be_is_refused_whole(spec: Any, kind: str) -> None:
     one = rig()
-    effects = one.send(WORKER, Define(0, spec, 1, 0, 0), memory=ONES)
+    effects = one.send(WORKER, Define(0, spec, 1, 1, 0), memory={1: ONES[0]})
     assert type(refused(effects)).__name__ == kind
     assert set(one.shards[0].blocks) == {0}
     assert set(one.shards[0].groups) == {0}
@@ -345,12 +343,10 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
     (push(Gradient(0, 1, 256)), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, -64)), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 2, 0)), {1: ARENA}, "ShapeMismatch"),
-    (push(Gradient(0, 0, 0)), {}, "ShapeMismatch"),
-    (push(Gradient(0, 0, 64)), {0: np.zeros(64, np.uint8)}, "ShapeMismatch"),
-    (push(GOOD, pull=(ReadTarget(0, 0, 64),)), {1: ARENA}, "ShapeMismatch"),
-    (push(GOOD, pull=(ReadTarget(0, 0, -64),)), {1: ARENA}, "ShapeMismatch"),
-    (push(GOOD, pull=(ReadTarget(0, 0, 0), ReadTarget(1, 0, 0))), {1: ARENA}, "ShapeMismatch"),
-    (push(GOOD, pull=(ReadTarget(0, 0, 0), ReadTarget(1, 0, 128))), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 1, 256),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 1, -64),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 2, 0),)), {1: ARENA}, "ShapeMismatch"),
+    (push(GOOD, pull=(ReadTarget(0, 1, 0, room=64),)), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, (0, 5))), {1: ARENA}, "ShapeMismatch"),
     (push(Gradient(0, 1, 0, None, (0.5,))), {1: ARENA}, "ParamServeError"),
     (push(GOOD, pull=(ReadTarget(7, 1, 0),)), {1: ARENA}, "UnknownName"),
@@ -358,12 +354,12 @@ BAD: list[tuple[ShardRequest, dict[int, Any], str]] = [
     (push(GOOD, weight=0.0), {1: ARENA}, "ParamServeError"),
     (push(GOOD, weight=math.nan), {1: ARENA}, "ParamServeError"),
     (push(GOOD, clip_norm=-1.0), {1: ARENA}, "ParamServeError"),
-    (Assign(0, 0, 0, 0, 0), {}, "ShapeMismatch"),
+    (Assign(0, 0, 0, 2, 0), {}, "ShapeMismatch"),
     (Assign(0, 0, 1, 1, 0), {1: ARENA}, "ParamServeError"),
     (Assign(0, 7, 0, 1, 0), {1: ARENA}, "UnknownName"),
     (Fetch(0, 7, 0, 1, 0), {1: ARENA}, "UnknownName"),
     (Fetch(0, 0, 0, 1, 300), {1: ARENA}, "ShapeMismatch"),
-    (Fetch(0, 0, 0, 0, 64), {}, "ShapeMismatch"),
+    (Fetch(0, 0, 0, 2, 64), {}, "ShapeMismatch"),
     (Watch(0, 5, 1, 1), {}, "UnknownName"),
     (TakeSnapshot(0, 5, 0, ()), {}, "UnknownName"),
 ]
@@ -413,6 +409,6 @@ def test_push_inactive_pieces_may_hold_anything() -> None:
     refused(one.step(WORKER, {0: [1.0, 1.0, 1.0, math.nan]}, active=[1]))
 
 
-def test_payload_of_a_request_without_parts_is_ignored() -> None:
+def test_memory_of_a_request_without_parts_is_ignored() -> None:
     reply = done(rig().send(WORKER, push(), memory={0: np.zeros(64, np.uint8)}))
     assert reply == Done(2, clock=0)

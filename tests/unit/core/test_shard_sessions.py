@@ -24,9 +24,10 @@ def test_admit_takes_exactly_the_next_number() -> None:
 def test_admit_answered_number_is_repeated_with_its_outcome() -> None:
     one = session()
     one.admit(1)
-    one.keep_outcome(Answer(Done(1, version=5)))
+    answer = Answer(Done(1, version=5), ((1, 64, 8),))
+    one.keep_outcome(answer)
     assert one.admit(1) is Verdict.REPEATED
-    assert one.outcome(1) == Done(1, version=5)
+    assert one.answer_again(1) == answer
 
 
 def test_admit_held_and_queued_numbers_are_pending() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.suites import each_case
-from tests.unit.core.rig import RESEND_S, Rig, block_spec, payload, refused
+from tests.unit.core.rig import RESEND_S, Rig, block_spec, gathered, payload, refused
 
 from paramserve.consistency.built_in import Sync
 from paramserve.core import collecting, stepping
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
-from paramserve.core.replies import gathered
 from paramserve.messages import (
     Acknowledge,
     Assign,
@@ -82,7 +81,7 @@ def no_memory(*args: object, **options: object) -> None:
 
 @each_case(
     ("module", "name", "applied", "value"),
-    [(None, "_allocate", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
+    [(None, "write_rounded", "yes", 3.0), (collecting, "reduced", "unknown", 0.0)],
 )
 def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, applied: str, value: float
@@ -90,7 +89,9 @@ def test_clock_that_finds_no_memory_is_answered_and_the_next_one_goes_on(
     """For the values that are read, after the update; or for the update itself."""
     one = rig(shards=1)
     with monkeypatch.context() as patch:
-        patch.setattr(one.shards[0]._replies if module is None else module, name, no_memory)
+        block = one.shards[0].blocks[0]
+        patch.setattr(block if module is None else module, name, no_memory)
+        patch.setattr(block, "rounds", module is None)
         for client, gradient in ((A, 1.0), (B, 2.0)):
             one.step(client, {0: [gradient] * 2}, [0])
     told = [answer.message for _, _, answer in one.replies[-2:]]
@@ -129,7 +130,9 @@ def test_clock_that_was_reported_needs_no_more_memory(
     with monkeypatch.context() as patch:
         for name in ("empty", "zeros"):
             patch.setattr(np, name, no_memory)
-        one.deliver()
+        while one.wire:
+            shard, message = one.wire.pop(0)
+            one.wire += one.shards[shard].step(FromShard(message), one.now).peers
     assert (committed(one), values(one)) == ([1, 1], ([2.0], [2.0]))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.suites import each_case
 
 from paramserve.errors import ProtocolError
-from paramserve.messages import ALIGN, PROTOCOL_VERSION
+from paramserve.messages import PROTOCOL_VERSION
 from paramserve.transport import framing
 from paramserve.transport.framing import BUFFER_BYTES, FrameReader
 
@@ -29,6 +29,15 @@ def raw_prelude(
 ) -> bytes:
     """The layout written down a second time, field by field."""
     return magic + struct.pack("<HHIQ", version, zero, header, payload)
+
+
+def framed(header: bytes, payload: bytes) -> bytes:
+    """A frame whose payload is two runs, the layout written down a second time."""
+    if payload:
+        half = len(payload) // 2
+        runs = [(3, 64, half), (1, 0, len(payload) - half)]
+        header += b"".join(struct.pack("<QQQ", *run) for run in runs) + struct.pack("<I", 2)
+    return raw_prelude(header=len(header), payload=len(payload)) + header + payload
 
 
 def parse(data: bytes) -> tuple[int, int]:
@@ -54,9 +63,11 @@ def read_all(stream: bytes, cuts: list[int]) -> list[tuple[bytes, bytes]]:
         while True:
             if missing:
                 part = bytearray(missing)
-                taken = reader.take(memoryview(part))
-                payload += part[:taken]
-                missing -= taken
+                rest = deque([memoryview(part)])
+                reader.place(rest)
+                left = sum(map(len, rest))
+                payload += part[: missing - left]
+                missing = left
                 if missing:
                     break
                 frames.append((header, bytes(payload)))
@@ -106,15 +117,15 @@ frames_strategy = st.lists(
 def test_stream_cut_anywhere_gives_the_same_frames(
     frames: list[tuple[bytes, bytes]], cuts: list[int]
 ) -> None:
-    stream = b"".join(framing.prelude(len(h), len(p)) + h + p for h, p in frames)
+    stream = b"".join(framed(h, p) for h, p in frames)
     assert read_all(stream, cuts) == frames
 
 
 @each_case("cut", [1 << 12, BUFFER_BYTES, 1 << 30])
 def test_headers_longer_than_the_buffer_pass_among_short_ones(cut: int) -> None:
-    sizes = [5, 150_000, 7, BUFFER_BYTES - 20, BUFFER_BYTES - 19, 3, HEADER_MAX, 1]
+    sizes = [5, 150_000, 7, BUFFER_BYTES - 20, BUFFER_BYTES - 19, 3, HEADER_MAX - 52, 1]
     frames = [(bytes([i]) * size, b"p" * (i * 100)) for i, size in enumerate(sizes)]
-    stream = b"".join(framing.prelude(len(h), len(p)) + h + p for h, p in frames)
+    stream = b"".join(framed(h, p) for h, p in frames)
     assert read_all(stream, [cut]) == frames
 
 
@@ -126,7 +137,7 @@ def test_headers_longer_than_the_buffer_pass_among_short_ones(cut: int) -> None:
 def test_truncated_stream_gives_only_whole_frames(
     frames: list[tuple[bytes, bytes]], left: int, cuts: list[int]
 ) -> None:
-    stream = b"".join(framing.prelude(len(h), len(p)) + h + p for h, p in frames)
+    stream = b"".join(framed(h, p) for h, p in frames)
     found = read_all(stream[: max(len(stream) - left, 0)], cuts)
     assert found == frames[: len(found)]
     assert len(found) < len(frames)
@@ -158,18 +169,26 @@ def test_random_sizes_never_make_the_reader_hold_more_than_its_limit(
     assert reader.payload_bytes <= PAYLOAD_MAX
 
 
-@given(sizes=st.lists(st.integers(0, 300), max_size=6))
-def test_parts_on_the_wire_start_at_multiples_of_align(sizes: list[int]) -> None:
-    parts = [np.full(size, i + 1, np.uint8) for i, size in enumerate(sizes)]
-    views, total = framing.on_wire(parts)
-    wire = b"".join(views)
-    assert len(wire) == total
-    start = 0
-    for part in parts:
-        assert start % ALIGN == 0
-        assert wire[start : start + part.size] == part.tobytes()
-        start += -(-part.size // ALIGN) * ALIGN
-    assert start == total
+@given(runs=st.lists(st.tuples(st.integers(1, 2), st.integers(0, 50), st.integers(0, 50))))
+def test_runs_come_back_as_they_were_framed(runs: list[tuple[int, int, int]]) -> None:
+    arenas = {1: np.arange(100, dtype=np.uint8), 2: np.arange(100, 200, dtype=np.uint8)}
+    views, size = framing.framed(b"header", runs, arenas)
+    data = b"".join(views)
+    assert len(data) == size
+    assert all(len(view) for view in views)
+    reader = FrameReader(HEADER_MAX, PAYLOAD_MAX)
+    reader.space()[:size] = data
+    assert reader.filled(size) == b"header"
+    sent = tuple(run for run in runs if run[2])
+    assert (reader.runs if sent else ()) == sent
+    assert reader.payload_bytes == sum(run[2] for run in runs)
+    found = {number: np.zeros(100, np.uint8) for number in arenas}
+    rest = framing.located(sent, found)
+    reader.place(rest)
+    assert not rest
+    for arena, start, nbytes in runs:
+        run = np.s_[start : start + nbytes]
+        assert found[arena][run].tobytes() == arenas[arena][run].tobytes()
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9), data=st.data())
@@ -180,10 +199,3 @@ def test_drop_leaves_what_was_not_sent(sizes: list[int], data: st.DataObject) ->
     framing.drop(views, count)
     assert b"".join(views) == b"".join(parts)[count:]
     assert all(len(view) for view in views)
-
-
-@given(size=st.integers(1, 5000))
-def test_aligned_empty_is_aligned(size: int) -> None:
-    array = framing.aligned_empty(size)
-    assert array.shape == (size,)
-    assert array.ctypes.data % ALIGN == 0

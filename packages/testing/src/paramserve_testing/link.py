@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from paramserve.core.replies import gathered
-from paramserve.core.table.parts import padded
 from paramserve.errors import ClientClosed
-from paramserve.messages import Hello, Refused, Welcome, decoder, encode
+from paramserve.messages import Hello, Refused, Run, Welcome, decoder, encode
 from paramserve.transport.arena import Arena
 from paramserve.transport.hello import check_answer
 from paramserve_testing.network import FAR, NEAR, Bytes, Frame, Stream
@@ -54,7 +52,9 @@ class VirtualLink:
         self._fiber = fiber
         self._sent = sent
         self._frames: deque[Frame] = deque()
-        self._payload: Bytes | None = None
+        self.arenas: Mapping[int, Bytes] = {}
+        self._carrying = Frame(b"")
+        """The frame whose header came last."""
         self._ended = self._closed = self._welcomed = self.broken_off = False
 
     # --- what the stream tells ----------------------------------------------------------
@@ -99,13 +99,12 @@ class VirtualLink:
     def fileno(self) -> int:
         return -1 if self._closed else self.stream.number
 
-    def send(self, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
         self._check()
         self._wait_to_send()
         if self._ended:
             raise ConnectionResetError("the peer closed the connection")
-        joined = gathered(list(payload)) if payload else None
-        self.stream.send(NEAR, Frame(header, joined))
+        self.stream.send(NEAR, Frame.carrying(header, runs, self.arenas))
         self._sent(self)
 
     def _wait_to_send(self) -> None:
@@ -129,7 +128,7 @@ class VirtualLink:
         if self._frames:
             frame = self._frames.popleft()
             self.stream.taken(FAR)
-            self._payload = frame.payload
+            self._carrying = frame
             self.payload_bytes = 0 if frame.payload is None else frame.payload.size
             return frame.header
         if self._ended:
@@ -139,21 +138,12 @@ class VirtualLink:
     def buffered(self) -> bytes | None:
         return self.receive(0.0) if self._frames else None
 
-    def read_payload(self, into: Sequence[Bytes]) -> None:
-        assert self._payload is not None
-        total = sum(padded(part.nbytes) for part in into)
-        if total != self.payload_bytes:
-            raise ValueError(
-                f"the payload has {self.payload_bytes} bytes, the arrays for it take {total}"
-            )
-        start = 0
-        for part in into:
-            part[:] = self._payload[start : start + part.nbytes]
-            start += padded(part.nbytes)
-        self.skip_payload()
+    def read_payload(self) -> None:
+        self._carrying.place(self.arenas)
+        self.payload_bytes = 0
 
     def skip_payload(self) -> None:
-        self._payload, self.payload_bytes = None, 0
+        self.payload_bytes = 0
 
     def attach(self, arena: Arena, *, timeout_s: float) -> None:
         self._memory[arena.number] = arena.memory

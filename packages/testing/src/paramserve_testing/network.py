@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paramserve.messages import Run
+from paramserve.transport.framing import located
 from paramserve.virtual import VirtualClock
 
 Bytes = npt.NDArray[np.uint8]
@@ -135,10 +137,32 @@ class Faults:
 
 
 class Frame(NamedTuple):
-    """A message as it travels: its header, and the bytes behind it."""
+    """A message as it travels: its header, the bytes behind it, and where these belong."""
 
     header: bytes
     payload: Bytes | None = None
+    runs: tuple[Run, ...] = ()
+
+    @classmethod
+    def carrying(cls, header: bytes, runs: Sequence[Run], arenas: Mapping[int, Bytes]) -> Frame:
+        """A message with a copy of these runs of arenas."""
+        runs = tuple(run for run in runs if run[2])
+        if not runs:
+            return cls(header)
+        views = located(runs, arenas)
+        return cls(header, np.concatenate([np.frombuffer(v, np.uint8) for v in views]), runs)
+
+    def place(self, arenas: Mapping[int, Bytes]) -> None:
+        """Put the bytes where they belong.
+
+        Raises:
+            ProtocolError: that is in no arena.
+        """
+        start = 0
+        for view in located(self.runs, arenas):
+            assert self.payload is not None
+            view[:] = self.payload[start : start + len(view)].data
+            start += len(view)
 
 
 class End(Protocol):
@@ -316,8 +340,7 @@ class Stream:
         else:
             self.put(side, frame)
             if draw() < duplicate:
-                payload = None if frame.payload is None else frame.payload.copy()
-                self.put(side, Frame(frame.header, payload))
+                self.put(side, frame)
 
     def put(self, side: int, frame: Frame, *, held: bool = False) -> None:
         """Send a frame that no fault hits. `held`: it waited at a cut."""

@@ -470,10 +470,7 @@ class ShardRecorder:
             first = answers.setdefault(key, Answered(order, done.skipped, *versions))
             newest = self._newest.get(writer, -1)
             self._newest[writer] = max(newest, call.number)
-            again = first.order != order and answer.payload is not None and not answer.exact
-            if isinstance(done, Values):
-                again = first.order != order or call.number < newest
-            if again:
+            if isinstance(done, Values) and (first.order != order or call.number < newest):
                 call.reread.add(self._shard.number)
 
     def read_late(self, client: int, read: Read) -> None:

@@ -15,9 +15,16 @@ import numpy as np
 
 from paramserve.config import Limits
 from paramserve.messages import Hello, Welcome, decoder
-from paramserve.transport.buffers import Buffers
 from paramserve.transport.connection import Handler, Kind, StreamConnection
-from paramserve.transport.framing import PRELUDE_BYTES, ByteArray, parse_prelude, prelude
+from paramserve.transport.framing import (
+    PRELUDE_BYTES,
+    RUN,
+    RUNS,
+    ByteArray,
+    parse_prelude,
+    prelude,
+    split,
+)
 from paramserve_testing.loop import VirtualLoop
 from paramserve_testing.network import FAR, NEAR, Frame, Stream
 
@@ -51,8 +58,12 @@ class VirtualSocket:
 
     def came(self, frame: Frame) -> None:
         """A frame has come."""
-        payload = b"" if frame.payload is None else frame.payload.tobytes()
-        data = prelude(len(frame.header), len(payload)) + frame.header + payload
+        header, payload = frame.header, b""
+        if frame.payload is not None:
+            table = [RUN.pack(*run) for run in frame.runs]
+            header = b"".join((header, *table, RUNS.pack(len(table))))
+            payload = frame.payload.tobytes()
+        data = prelude(len(header), len(payload)) + header + payload
         self._came.append(memoryview(data))
         self._told()
 
@@ -126,11 +137,13 @@ class VirtualSocket:
             if len(self._going) < behind + payload_bytes:
                 return
             header = bytes(self._going[PRELUDE_BYTES:behind])
-            payload = None
+            frame = Frame(header)
             if payload_bytes:
                 payload = np.frombuffer(self._going[behind : behind + payload_bytes], np.uint8)
+                header, runs = split(header, payload_bytes)
+                frame = Frame(header, payload, runs)
             del self._going[: behind + payload_bytes]
-            self._stream.send(FAR, Frame(header, payload))
+            self._stream.send(FAR, frame)
 
     def close(self) -> None:
         if not self._closed:
@@ -155,7 +168,6 @@ class SocketListener:
         self._loop = loop
         self._limits = limits
         self._random = random
-        self._buffers = Buffers(limits.buffers_bytes_max)
         self._peers: dict[int, _Peer] = {}
         """Peers by number of their stream."""
 
@@ -185,7 +197,6 @@ class SocketListener:
             peer.arenas,
             self._handler,
             self._limits,
-            self._buffers,
             lambda connection: self._forget(number),
             self._loop,
         )

@@ -16,6 +16,7 @@ from paramserve.messages import (
     Hello,
     Reconnect,
     Register,
+    Run,
     ServerEnds,
     ServerNotice,
     Welcome,
@@ -53,9 +54,8 @@ class VirtualConnection:
         self.closed = False
         self._listener = listener
 
-    def send(self, header: bytes, payload: Sequence[ByteArray] = ()) -> None:
-        assert len(payload) < 2, "an answer's payload is one array"
-        frame = Frame(header, *payload)
+    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
+        frame = Frame.carrying(header, runs, self.arenas)
         if self.early is not None:
             self.early.append(frame)
         else:
@@ -102,7 +102,8 @@ class VirtualListener:
             if connection.early is not None:
                 self._open(connection, frame.header)
             else:
-                self._handler.frame(connection, frame.header, frame.payload)
+                frame.place(connection.arenas)
+                self._handler.frame(connection, frame.header)
         except (ParamServeError, msgspec.MsgspecError) as error:
             stream.send(FAR, Frame(refusal(as_refusable(error))))
             connection.close()

@@ -6,6 +6,7 @@ with their gradients; a read names keys, and the places where their rows go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast, final
@@ -28,6 +29,7 @@ from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
 from paramserve.errors import ParamServeError, ShapeMismatch
 from paramserve.messages import (
+    ALIGN,
     BlockSpec,
     Contains,
     Delete,
@@ -165,6 +167,8 @@ class KeyedBlock(ShardStorage):
         self.table = spec.table
         self.dim = spec.table.dim
         self._of = f" rows of table {self.names}"
+        self._row_align = math.gcd(ALIGN, 4 * self.dim)
+        """In bytes, of each row where the first one is aligned to `ALIGN`."""
         self.codecs = row_codecs(spec)
         """Codecs of rows that travel in frames."""
         self.clock = 0
@@ -403,14 +407,6 @@ class KeyedBlock(ShardStorage):
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def read_bytes(self, memory: Memory, place: ReadTarget) -> int:
-        """What a read that `check_place` has found good takes of its answer's payload."""
-        assert place.keys is not None
-        if self.codecs is None:
-            return 4 * self.dim * place.keys.rows
-        exact = self._keys_in_frame(memory, place.keys)[1]
-        return self.codecs.answer_bytes(place.keys.rows, exact=exact)
-
     def check_place(self, memory: Memory, place: ReadTarget) -> None:
         """Refuse a read whose keys or places do not lie in its memory; nothing is written.
 
@@ -418,12 +414,12 @@ class KeyedBlock(ShardStorage):
             ShapeMismatch: nothing was read.
         """
         _, places = self._keys(memory, place)
-        if places is None:
-            return
         assert place.keys is not None
         total = place.keys.total
-        nbytes = 4 * self.dim * total if total > 0 else 0
-        parts.within(memory.get(place.arena), place.offset, nbytes, "", total, self._of)
+        nbytes, whole = self._read_bytes(place), memory.get(place.arena)
+        parts.within(whole, place.offset, nbytes, "", total, self._of, self._row_align)
+        if places is None:
+            return
         # Of a place below 0, the same bits are a number past all that there may be.
         if places.size and int(np.maximum.reduce(places.view(np.uint32))) >= min(total, PLACES_MAX):
             raise ShapeMismatch(
@@ -432,33 +428,37 @@ class KeyedBlock(ShardStorage):
                 fix="name places within the array",
             )
 
+    def _read_bytes(self, place: ReadTarget) -> int:
+        """What a read writes."""
+        keys = place.keys
+        assert keys is not None
+        if place.room:
+            return place.room
+        return 4 * self.dim * keys.total if keys.total > 0 else 0
+
     def _keys(self, memory: Memory, place: ReadTarget) -> tuple[Array, Array | None]:
-        """The keys of a read, and where their rows go (None: in order into the answer)."""
+        """The keys of a read, and where their rows go; None: encoded, in order."""
         request = place.keys
-        if request is None or request.rows < 0 or (request.arena == 0) != (place.arena == 0):
+        if request is None or request.rows < 0:
             raise ShapeMismatch(
                 f"a read of table {self.names} names no keys", fix="name the keys of the rows"
             )
-        if request.arena == 0 and self.codecs is not None:
-            return self._keys_in_frame(memory, request)[0], None
-        if request.arena == 0:
-            nbytes = parts.padded(8 * request.rows)
-            whole = parts.within(
-                memory.get(0), request.offset, nbytes, "keys of ", request.rows, self._of
-            )
-            return parts.view_at(whole, np.int64, request.rows, request.offset), None
+        whole = memory.get(request.arena)
+        if place.room:
+            return self._encoded_keys(whole, request, place.room), None
         nbytes = parts.keys_bytes(request.rows)
-        whole = parts.within(
-            memory.get(request.arena), request.offset, nbytes, "keys of ", request.rows, self._of
-        )
+        whole = parts.within(whole, request.offset, nbytes, "keys of ", request.rows, self._of)
         return parts.keys_at(whole, request.offset, request.rows)
 
-    def _keys_in_frame(self, memory: Memory, request: Keys) -> tuple[Array, bool]:
-        """The keys of a read in a frame, and whether its rows are to come exact; as `_keys`."""
-        assert self.codecs is not None
-        if not request.rows:  # there may be no payload
-            return np.empty(0, np.int64), True
-        whole = memory.get(0)
+    def _encoded_keys(self, whole: Bytes | None, request: Keys, room: int) -> Array:
+        """The keys of a read whose rows are written encoded; as `_keys`."""
+        needed = None if self.codecs is None else self.codecs.pull.size(request.rows)
+        if self.codecs is None or room != needed:
+            raise ShapeMismatch(
+                f"{request.rows} encoded rows of table {self.names} were to be written to {room} "
+                f"bytes, they take {needed}",
+                fix="read with the table's codec of pulls",
+            )
         self._encoded(whole, request.offset, HEAD_BYTES)
         assert whole is not None
         try:
@@ -466,31 +466,26 @@ class KeyedBlock(ShardStorage):
         except ValueError as error:
             raise self._not_encoded("keys", error) from error
 
-    def answer(self, memory: Memory, place: ReadTarget) -> Array:
-        """The rows of the keys asked for, in order, as they travel in an answer."""
-        assert place.keys is not None
-        rows = np.empty(self.dim * place.keys.rows, np.float32)
-        self.read(memory, place, rows)
-        if self.codecs is None or self._keys_in_frame(memory, place.keys)[1]:
-            return rows
-        return self.codecs.answer(rows)
-
-    def read(self, memory: Memory, place: ReadTarget, inline: Array | None = None) -> None:
-        """Write the rows of the keys asked for to their places, or in order to `inline`. A key
-        without a row has its initial values; a read creates no row, and is no use of one."""
+    def read(self, memory: Memory, place: ReadTarget) -> int:
+        """Write the rows of the keys asked for to their places, or encoded in order; the bytes that
+        lie there then. A key without a row has its initial values; a read creates no row, and is no
+        use of one."""
         keys, places = self._keys(memory, place)
         assert place.keys is not None
         if not keys.size:  # there may be no memory for the rows of none
-            return
-        out = inline
-        if out is None:
-            count = place.keys.total * self.dim
-            whole = memory.get(place.arena)
-            assert whole is not None, "check_place() comes first"
-            out = np.frombuffer(whole, np.float32, count, place.offset)
-        out = out.reshape(-1, self.dim)
+            return 0
+        whole, nbytes = memory.get(place.arena), self._read_bytes(place)
+        assert whole is not None, "check_place() comes first"
+        if places is None:
+            out = np.empty(self.dim * keys.size, np.float32)
+        else:
+            out = np.frombuffer(whole, np.float32, place.keys.total * self.dim, place.offset)
         result = self.store.take(keys, self.clock, Purpose.READ)
-        self.store.read(result.rows, keys, out, places)
+        self.store.read(result.rows, keys, out.reshape(-1, self.dim), places)
+        if places is None:
+            assert self.codecs is not None
+            whole[place.offset : place.offset + nbytes] = self.codecs.answer(out)
+        return nbytes
 
     # --- whole rows ------------------------------------------------------------------------------
 
@@ -557,7 +552,7 @@ class KeyedBlock(ShardStorage):
 
     def named(self, memory: Array | None, message: Delete | Contains) -> tuple[Array, Array]:
         """The keys that a request names, and what lies behind them: the place of an answer to
-        `Contains`, which has none in a frame.
+        `Contains`.
 
         Raises:
             ShapeMismatch: they do not lie there. Nothing was applied.
@@ -568,7 +563,7 @@ class KeyedBlock(ShardStorage):
                 f"{rows} keys of table {self.names} were named", fix="name the keys of rows"
             )
         end = parts.padded(8 * rows)
-        answers = isinstance(message, Contains) and message.arena
+        answers = isinstance(message, Contains)
         nbytes = end + parts.padded(rows) if answers else end
         whole = parts.within(memory, offset, nbytes, "keys of ", rows, self._of)
         keys = parts.view_at(whole, np.int64, rows, offset)

@@ -1,11 +1,10 @@
 """How rows of a table with codecs lie in a frame: keys rise, and gradients and values are encoded.
 
 Gradients: the number of rows and the bytes of their keys, uint32 each; the values, padded to 8
-bytes; the keys. Each key stands there once. Keys of a read: their bytes, and 1 if the rows are to
-come exact, else 0, uint32 each; the keys, which may repeat. The rows come back in the keys' order.
+bytes; the keys. Each key stands there once. Keys of a read: their bytes, int64; the keys, which may
+repeat. The rows are written in the keys' order.
 
-Both ends measure by these functions. In memory that a server maps, keys and rows lie as
-`core.table.parts` has them.
+Both ends measure by these functions. What is not encoded lies as `core.table.parts` has it.
 """
 
 from __future__ import annotations
@@ -104,31 +103,29 @@ class RowCodecs:
 
     # --- reads -----------------------------------------------------------------------------------
 
-    def encode_request(self, keys: Array, *, exact: bool) -> Bytes:
-        """The keys of a read, which rise, int64 [n]."""
-        out = aligned(HEAD_BYTES + keys_bytes(keys, REPEATED))
-        out[:HEAD_BYTES].view(np.uint32)[...] = out.size - HEAD_BYTES, exact
-        write_keys(keys, out[HEAD_BYTES:], REPEATED)
-        return out
+    def request_bytes(self, keys: Array) -> int:
+        """Bytes that the keys of a read take, which rise, int64 [n]."""
+        return HEAD_BYTES + keys_bytes(keys, REPEATED)
 
-    def read_request(self, data: Bytes, rows: int) -> tuple[Array, bool]:
-        """The keys of a read, int64 [rows], and whether the rows are to come exact.
+    def write_request(self, keys: Array, out: Bytes) -> None:
+        """Write the keys of a read to [request_bytes(keys)], 8-byte aligned."""
+        out[:HEAD_BYTES].view(np.int64)[...] = out.size - HEAD_BYTES
+        write_keys(keys, out[HEAD_BYTES:], REPEATED)
+
+    def read_request(self, data: Bytes, rows: int) -> Array:
+        """The keys of a read, int64 [rows].
 
         Args:
-            data: begins with them, 4-byte aligned; may come from a peer.
+            data: begins with them, 8-byte aligned; may come from a peer.
         Raises:
             ValueError: it does not.
         """
         if data.size < HEAD_BYTES:
             raise ValueError(f"{data.size} bytes came, and no keys have fewer than {HEAD_BYTES}")
-        nbytes, exact = data[:HEAD_BYTES].view(np.uint32).tolist()
-        if nbytes > data.size - HEAD_BYTES or exact > 1:
-            raise ValueError(f"{nbytes} bytes of keys with the flag {exact} do not lie there")
-        return read_keys(data[HEAD_BYTES : HEAD_BYTES + nbytes], rows, REPEATED), bool(exact)
-
-    def answer_bytes(self, rows: int, *, exact: bool) -> int:
-        """Bytes of rows that are read, in an answer."""
-        return 4 * self.dim * rows if exact else self.pull.size(rows)
+        nbytes = int(data[:HEAD_BYTES].view(np.int64)[0])
+        if not 0 <= nbytes <= data.size - HEAD_BYTES:
+            raise ValueError(f"{nbytes} bytes of keys do not lie there")
+        return read_keys(data[HEAD_BYTES : HEAD_BYTES + nbytes], rows, REPEATED)
 
     def answer(self, rows: Array) -> Bytes:
         """Rows as they come, float32 [n * dim]."""

@@ -1,7 +1,7 @@
 """How the parts of a request to a table lie in memory: keys, places, values, one after the other.
 
-Each part begins at a multiple of `ALIGN` bytes and is padded to one, in a client's arena as in a
-payload. Both ends measure by these functions.
+Each part begins at a multiple of `ALIGN` bytes and is padded to one. Both ends measure by these
+functions.
 """
 
 from __future__ import annotations
@@ -167,18 +167,27 @@ def view_at(memory: Bytes, dtype: Any, count: int, offset: int) -> Array:
     return np.frombuffer(memory, dtype, count, offset) if count else np.empty(0, dtype)
 
 
-def within(memory: Bytes | None, offset: int, nbytes: int, what: str, rows: int, of: str) -> Bytes:
+def within(
+    memory: Bytes | None,
+    offset: int,
+    nbytes: int,
+    what: str,
+    rows: int,
+    of: str,
+    align: int = ALIGN,
+) -> Bytes:
     """The memory of a request, if the part lies in it, aligned.
 
     Args:
         what, rows, of: for the error, in this order.
+        align: of the part, in bytes.
     Raises:
         ShapeMismatch: it does not. Nothing was applied.
     """
     if nbytes == 0:
-        return np.empty(0, np.uint8)  # a shard that holds none of the keys may get no payload
+        return np.empty(0, np.uint8)
     have = 0 if memory is None else memory.size
-    if memory is None or offset < 0 or offset % ALIGN or nbytes < 0 or offset + nbytes > have:
+    if memory is None or offset < 0 or offset % align or nbytes < 0 or offset + nbytes > have:
         raise ShapeMismatch(
             f"{what}{rows}{of} need {nbytes} bytes at offset {offset}, but there are {have}",
             fix="send exactly the rows that are named, at aligned offsets",
