@@ -38,6 +38,7 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.transport.link import EndedByPeer, Link
+from paramserve.transport.redial import Redial
 from paramserve.transport.tcp import LOST_S
 
 logger = logging.getLogger("paramserve")
@@ -185,23 +186,29 @@ class ControlLink:
             return self._link.fileno() >= 0
         began = time.monotonic()
         limit_s = timeout_s if timeout_s is not None else self._deadlines.stall_s
-        until = began + min(limit_s, self._deadlines.stall_s)
+        deadline = began + min(limit_s, self._deadlines.stall_s)
+        redial = Redial(deadline, AGAIN_S, ATTEMPT_S, hurry=HURRY_S)
         try:
             if not self._lock.acquire(timeout=timeout_s if timeout_s is not None else 0.0):
                 return False
-            attempt_s = HURRY_S
+            now = time.monotonic()
             while self._link.fileno() < 0:
-                left_s = until - time.monotonic()
-                if left_s <= 0 or self._closed or self._given_up or ended():
+                if now >= deadline or self._closed or self._given_up or ended():
                     return False
-                failure = self._reconnect(min(left_s, attempt_s), until, ended)
-                tried_s = time.monotonic() - began
+                failure = self._reconnect(redial.limit_s(now), deadline, ended)
+                now = time.monotonic()
+                if failure is None:
+                    continue
                 if isinstance(failure, ConnectionRefusedError | FileNotFoundError):
-                    self._given_up = tried_s >= self._deadlines.reconnect_s or self._hurried
-                elif failure is not None:
+                    self._given_up = now - began >= self._deadlines.reconnect_s or self._hurried
+                else:
                     self._given_up = self._refusal is not None or self._hurried
-                    attempt_s = ATTEMPT_S
-                    time.sleep(AGAIN_S)  # it may have failed at once
+                    redial.wait_longer()
+                again_at = redial.next_at(now)
+                if again_at is None or self._given_up:
+                    return False
+                time.sleep(again_at - now)  # it may have failed at once
+                now = again_at
             return True
         finally:
             try:  # noqa: SIM105  # no call comes before the release
