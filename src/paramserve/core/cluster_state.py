@@ -35,7 +35,9 @@ class ClusterRecord(Struct, frozen=True):
 
 def blocks_for(record: ClusterRecord, shards: int) -> tuple[BlockSpec, ...]:
     """The blocks that a checkpoint has, cut for so many shards."""
-    return Directory.restored(record.blocks, shards).find(None) or ()
+    directory = Directory(shards)
+    directory.restore(record.blocks)
+    return directory.find(None) or ()
 
 
 class ClusterState:
@@ -60,13 +62,13 @@ class ClusterState:
         self.leases = LeaseBook()
         self.collectives = Collectives(self.membership, reduce_bytes_max)
         if record is not None:
-            self.membership.go_on_from(record.membership)
-            self.directory = Directory.restored(record.blocks, servers, consistency)
-            self.leases = LeaseBook.restored(record.leases)
+            self.membership.restore(record.membership)
+            self.directory.restore(record.blocks)
+            self.leases.restore(record.leases)
             same = {each.rank for each in record.membership.members} == set(range(workers))
             if same or not record.collectives.agreed:
                 # Other ranks would not agree on what these have as parts of their own.
-                self.collectives.go_on_from(record.collectives)
+                self.collectives.restore(record.collectives)
         self._blocks: tuple[BlockRecord, ...] = ()
         self._ended = self.collectives.record()
 
@@ -83,7 +85,7 @@ class ClusterState:
         """Note a taken cut with these blocks, and return those that are saved.
 
         Of a block that is not known as defined, its definer has pushed nothing."""
-        self._blocks = self.directory.records(blocks)
+        self._blocks = self.directory.record(blocks)
         self._ended = self.collectives.record()
         return tuple(each.spec.block for each in self._blocks if each.stage == Stage.DEFINED.value)
 

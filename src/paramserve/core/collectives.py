@@ -218,7 +218,7 @@ class Collectives:
             self._uneven,
         )
 
-    def go_on_from(self, record: CollectivesRecord) -> None:
+    def restore(self, record: CollectivesRecord) -> None:
         """All ranks begin their functions anew, and get the results of what had ended."""
         self.number, self._uneven = record.number, record.uneven
         self._forgotten = At(record.forgotten_place, record.forgotten_epoch)

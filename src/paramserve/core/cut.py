@@ -660,7 +660,7 @@ class CutAgreement:
 
     # --- parts that are kept, and time -----------------------------------------------------------
 
-    def go_on_from(self, number: int) -> None:
+    def restore(self, number: int) -> None:
         """This shard was restored from a cut: later ones have higher numbers."""
         self._number = self._ended = number
 

@@ -104,28 +104,23 @@ class Directory:
         self._loads = [0] * shards
         """Bytes of values on each shard."""
 
-    @classmethod
-    def restored(
-        cls, records: Sequence[BlockRecord], shards: int, policy: ConsistencySpec | None = None
-    ) -> Directory:
-        """A directory of saved blocks, which are cut anew where they were on another number of
-        shards. What was not defined then is open."""
-        directory = cls(shards, policy)
-        for each in records:
+    def restore(self, record: Sequence[BlockRecord]) -> None:
+        """Have the saved blocks, which are cut anew where they were on another number of shards.
+        What was not defined then is open."""
+        for each in record:
             spec, stage = each.spec, Stage(each.stage)
-            if spec.table is None and len(spec.cuts) != shards + 1:
-                cuts = directory._cuts(spec, each.whole_tensors)
+            if spec.table is None and len(spec.cuts) != len(self._loads) + 1:
+                cuts = self._cuts(spec, each.whole_tensors)
                 spec = structs.replace(spec, cuts=cuts)
             saved = stage is Stage.DEFINED
             entry = Entry(spec, each.attempt, 0, stage, each.nth, each.whole_tensors, saved)
-            directory._groups[spec.group_name] = spec.group
-            directory._entries.append(entry)
+            self._groups[spec.group_name] = spec.group
+            self._entries.append(entry)
             if stage is not Stage.REFUSED:
-                directory._policies.setdefault(spec.group_name, spec.consistency)
-                directory._enter(entry)
-        return directory
+                self._policies.setdefault(spec.group_name, spec.consistency)
+                self._enter(entry)
 
-    def records(self, saved: Collection[int]) -> tuple[BlockRecord, ...]:
+    def record(self, saved: Collection[int]) -> tuple[BlockRecord, ...]:
         """All blocks, to be saved; defined are those of these numbers that are defined now."""
         return tuple(
             BlockRecord(each.spec, each.attempt, _saved(each, saved), each.nth, each.whole_tensors)

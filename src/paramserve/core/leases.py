@@ -430,7 +430,7 @@ class Leases:
         record = TurnRecord(number, *place, tuple(back), tuple(sorted(unfinished)))
         return record, low, sum(_samples(span) for _, span in high) - sum(map(_samples, done))
 
-    def go_on_from(self, record: TurnRecord) -> None:
+    def restore(self, record: TurnRecord) -> None:
         """Nothing is leased; this is what is left."""
         self._fresh, self._epoch, self._position = record.fresh, record.epoch, record.position
         for rank, *span in record.begun:
@@ -517,7 +517,7 @@ class _Loader:
             turn = loader.turns[each.number] = Leases(
                 loader.plan, loader.samples, 0, loader.tally, past
             )
-            turn.go_on_from(each)
+            turn.restore(each)
         return loader
 
     def record(self, name: str, marks: Marks) -> LoaderRecord:
@@ -557,7 +557,7 @@ class _Loader:
         if more and self.first:  # the only turn was over
             self.first = 0
             self.turns[0] = turn = Leases(plan, 0, 0, self.tally, self._past)
-            turn.go_on_from(TurnRecord(0, 0, self.samples // size, self.samples % size, ()))
+            turn.restore(TurnRecord(0, 0, self.samples // size, self.samples % size, ()))
         for turn in self.turns.values():
             turn.go_on_with(plan, more)
         self.plan, self.samples = plan, samples
@@ -605,14 +605,11 @@ class LeaseBook:
         self._saved: frozenset[str] = frozenset()
         """Loaders of the checkpoint that the cluster has gone on from."""
 
-    @classmethod
-    def restored(cls, record: LeasesRecord) -> LeaseBook:
-        """A book as it was saved: nothing is leased."""
-        book = cls()
-        book._next = record.next
-        book._loaders = {each.name: _Loader.restored(each, book._past) for each in record.loaders}
-        book._saved = frozenset(book._loaders)
-        return book
+    def restore(self, record: LeasesRecord) -> None:
+        """Go on as it was saved: nothing is leased."""
+        self._next = record.next
+        self._loaders = {each.name: _Loader.restored(each, self._past) for each in record.loaders}
+        self._saved = frozenset(self._loaders)
 
     def keep_past(self, on: bool = True) -> None:
         """A checkpoint begins, whose cut is to come; or one is over."""

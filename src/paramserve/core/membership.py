@@ -73,7 +73,7 @@ class Membership:
         """Shards that were given out to servers which have not registered yet."""
         self._next_client = 1
 
-    def go_on_from(self, record: MembershipRecord) -> None:
+    def restore(self, record: MembershipRecord) -> None:
         """Restore the membership as if every rank had ended when it was saved: each is expected
         again, for its next incarnation, and so is a new one."""
         self.number = record.number + 1

@@ -85,7 +85,7 @@ def restore(shard: Shard, part: SavedShard, now: float) -> None:
     for machine in shard.groups.values():
         state = machine.state
         state.buffer.sums = part.sums_of(state.id, state.blocks)
-    shard.cuts.go_on_from(part.number)
+    shard.cuts.restore(part.number)
     for machine in shard.groups.values():
         machine.policies.begin()
 

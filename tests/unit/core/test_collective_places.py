@@ -43,7 +43,7 @@ def test_call_of_unequal_steps_that_a_rank_may_have_missed_is_refused(saved: boo
     assert ranks.call(1, 30.0, "max", place=9) == 30.0
     if saved:
         record = msgspec.msgpack.encode(ranks.collectives.record())
-        ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+        ranks.collectives.restore(msgspec.msgpack.decode(record, type=CollectivesRecord))
     ranks.join(0)
     with pytest.raises(
         CollectiveMismatch, match=r"rank 0 .* step 3 .* made collective 3 .* step 9"

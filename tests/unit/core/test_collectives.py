@@ -368,7 +368,7 @@ def test_calls_at_one_clock_of_the_first_optimizer_are_told_apart() -> None:
         ranks.all_call(ticks, place=place, ticks=ticks)
     ranks.dies(0)
     record = msgspec.msgpack.encode(ranks.collectives.record())
-    ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+    ranks.collectives.restore(msgspec.msgpack.decode(record, type=CollectivesRecord))
     ranks.join(0)
     assert ranks.call(0, 9.0, place=2, ticks=4) == 8.0
     assert ranks.call(0, 9.0, place=3, ticks=5) is None
@@ -451,7 +451,7 @@ def test_calls_in_what_a_restart_leaves_out_may_be_left_out() -> None:
         ranks.all_call(place, place=place, inner=True)
     ranks.dies(0)
     record = msgspec.msgpack.encode(ranks.collectives.record())
-    ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+    ranks.collectives.restore(msgspec.msgpack.decode(record, type=CollectivesRecord))
     ranks.join(0)
     assert ranks.call(0, 9.0) == 2.0
     assert ranks.call(0, 9.0, place=2, inner=True) == 4.0
@@ -528,7 +528,7 @@ def test_function_that_has_changed_gets_no_result_of_another_call(
     if saved:
         record = msgspec.msgpack.encode(ranks.collectives.record())
         ranks = Ranks(2)
-        ranks.collectives.go_on_from(msgspec.msgpack.decode(record, type=CollectivesRecord))
+        ranks.collectives.restore(msgspec.msgpack.decode(record, type=CollectivesRecord))
     else:
         ranks.dies(1)
         ranks.join(1)

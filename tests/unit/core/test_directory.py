@@ -118,7 +118,8 @@ def test_place_of_another_model_than_the_checkpoints_tells_every_difference() ->
     saved = Directory(1)
     saved.place(place((3,), (2,)), client=1)
     saved.defined(0, 1)
-    directory = Directory.restored(saved.records({0}), 2)
+    directory = Directory(2)
+    directory.restore(saved.record({0}))
     pieces = Piece("p0", (4,)), Piece("p1", (2,))
     with pytest.raises(DefineMismatch) as raised:
         directory.place(place(pieces=pieces, dtype="float64", rule=RuleSpec("Adam")), client=1)
