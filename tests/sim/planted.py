@@ -49,11 +49,11 @@ from paramserve.core.followers import Followers
 from paramserve.core.group import GroupMachine
 from paramserve.core.group_members import GroupMembers, JoinedBy
 from paramserve.core.group_membership import MembershipAgreement
+from paramserve.core.group_state import Reads
 from paramserve.core.leases import Leases, Span
 from paramserve.core.partition import Block
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
-from paramserve.core.read_copies import Reads
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer, ReadRequest, Request, Sessions, ShardSession
 from paramserve.messages import (

@@ -18,12 +18,18 @@ from paramserve.core.block import ShardBlock
 from paramserve.core.commit import Collect
 from paramserve.core.group_members import GroupMembers, MembersRecord
 from paramserve.core.policy_epochs import Changes, ChangesRecord, PolicyEpoch, epoch_from
-from paramserve.core.read_copies import Reads
-from paramserve.core.saved_states import SavedStates
 from paramserve.core.sums import BufferRecord, GradientBuffer
 from paramserve.core.table.block import KeyedBlock
 from paramserve.errors import Overloaded, ParamServeError, UnknownName, rebuild
-from paramserve.messages import GroupReport, Member, SavedAt, Step
+from paramserve.messages import (
+    SAVED_BYTES_MAX,
+    SAVED_NAMES_MAX,
+    GroupReport,
+    Member,
+    Saved,
+    SavedAt,
+    Step,
+)
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +37,13 @@ TIMES_KEPT = 33
 """Most times of late steps that are kept, for their median."""
 MARKS_MAX = 4096
 """Clients whose marks are kept; the oldest go first."""
+SAVED_KEPT = 2
+"""Steps kept of each rank: the last reported one may be repeated by the next incarnation."""
+READS_MAX = 10
+"""Most reads that are kept of one worker. Its next gradient comes from the newest read that was
+answered; with `overlap` one more is on its way, as many reads by themselves as steps may be, and
+after a lost connection each is read again, at a version of its own. Older reads, and those of a
+client that only looks, are not needed."""
 
 
 @dataclass
@@ -52,6 +65,120 @@ class Watching:
     dropped: int = 0
     last: int = 0
     """The version of the newest."""
+
+
+class SavedStates:
+    """What workers save for their next incarnations: by rank, as of its last two steps that told
+    some, the older first."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, tuple[SavedAt, ...]] = {}
+
+    def record(self) -> dict[int, tuple[SavedAt, ...]]:
+        """What each rank has saved, as it is now."""
+        return dict(self.by_rank)
+
+    def restore(self, record: Mapping[int, tuple[SavedAt, ...]]) -> None:
+        """Have what ranks had saved before."""
+        self.by_rank = dict(record)
+
+    def before(self, rank: int, clock: int) -> tuple[Saved, ...]:
+        """What a rank has saved, as of the newest step before a clock."""
+        found = [each.values for each in self.by_rank.get(rank, ()) if each.clock < clock]
+        return found[-1] if found else ()
+
+    def step(self, rank: int, step: Step) -> None:
+        """Take what a step tells. What an older incarnation told with a step that this one takes
+        again, or with a later one, is forgotten.
+
+        A step that ends no clock tells what was saved after the clock before.
+
+        Raises:
+            Overloaded: it is too much. Nothing was taken.
+        """
+        kept = self.by_rank.get(rank, ())
+        if step.tick:
+            kept = tuple(each for each in kept if each.clock < step.clock)
+        if step.saved:
+            clock = step.clock if step.tick else step.clock - 1
+            values = {each.name: each for each in kept[-1].values} if kept else {}
+            values |= {each.name: each for each in step.saved}
+            self._check(rank, values)
+            before = [each for each in kept if each.clock < clock]
+            kept = (*before[1 - SAVED_KEPT :], SavedAt(clock, tuple(values.values())))
+        self.by_rank[rank] = kept
+
+    def _check(self, rank: int, values: dict[str, Saved]) -> None:
+        size = sum(len(each.data) for each in values.values())
+        if len(values) > SAVED_NAMES_MAX or size > SAVED_BYTES_MAX:
+            raise Overloaded(
+                f"rank {rank} saved {size} bytes under {len(values)} names, the most are "
+                f"{SAVED_BYTES_MAX} and {SAVED_NAMES_MAX}",
+                fix="save less",
+            )
+
+
+class Reads:
+    """Copies of a group's values, for policies that ask how these changed: per rank, those of its
+    last reads by their version.
+
+    A worker's next gradient names the version that it was computed from: older copies are released
+    then, and their memory is used again.
+    """
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, deque[tuple[int, dict[int, Array]]]] = {}
+        """Version and copies by block, for each rank, oldest first."""
+        self._spare: list[dict[int, Array]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        arrays = [copies for each in self.by_rank.values() for _, copies in each]
+        return sum(array.nbytes for copies in (*arrays, *self._spare) for array in copies.values())
+
+    def keep(self, rank: int, version: int, blocks: Iterable[ShardBlock]) -> None:
+        """A worker reads these values now, and has those of the other blocks from before."""
+        reads = self.by_rank.setdefault(rank, deque())
+        now = {block.spec.block: block.value for block in blocks}
+        if reads and reads[-1][0] == version:
+            copies = reads[-1][1]
+        else:
+            now = (reads[-1][1] | now) if reads else now
+            if len(reads) >= READS_MAX:
+                self._spare.append(reads.popleft()[1])
+            copies = self._spare.pop() if self._spare else {}
+            for number in copies.keys() - now.keys():
+                del copies[number]
+            reads.append((version, copies))
+        for number, value in now.items():
+            copy = copies.get(number)
+            if copy is None:
+                copies[number] = value.copy()
+            else:
+                np.copyto(copy, value)
+
+    def of(self, rank: int, version: int) -> dict[int, Array]:
+        """Copies by block of what a worker read at this version; empty if it did not."""
+        reads = self.by_rank.get(rank)
+        if not reads:
+            return {}
+        while len(reads) > 1 and reads[0][0] < version:  # the last one goes into the next
+            self._spare.append(reads.popleft()[1])
+        return reads[0][1] if reads[0][0] == version else {}
+
+    def only(self, ranks: Iterable[int]) -> None:
+        """Forget all other ranks."""
+        others = set(self.by_rank).difference(ranks)
+        for rank in sorted(others):
+            del self.by_rank[rank]
+        if others:
+            self._spare.clear()
+
+    def forget(self, rank: int) -> None:
+        """This worker goes by a policy that needs no copies."""
+        if self.by_rank.pop(rank, None) is not None:
+            self._spare.clear()
 
 
 class GroupRecord(Struct, frozen=True):

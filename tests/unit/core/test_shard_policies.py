@@ -31,8 +31,8 @@ from paramserve.consistency.built_in import (
 )
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, ClientHere, DeadlineReached, FromShard, Inquired
+from paramserve.core.group_state import READS_MAX
 from paramserve.core.policy_epochs import CHANGES_MAX
-from paramserve.core.read_copies import READS_MAX
 from paramserve.core.stepping import adapted
 from paramserve.errors import ProtocolError
 from paramserve.messages import (
