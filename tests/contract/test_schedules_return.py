@@ -23,9 +23,6 @@ STEPS = 12
 NEVER = -1
 
 PER_STEP: dict[str, Callable[[Optimizer], Any]] = {
-    "step": lambda o: schedulers.StepLR(o, 3, 0.7),
-    "exponential": lambda o: schedulers.ExponentialLR(o, 0.9),
-    "milestones": lambda o: schedulers.MultiStepLR(o, [2, 5, 7], 0.3),
     "cosine": lambda o: schedulers.CosineAnnealingLR(o, STEPS),
     "one_cycle": lambda o: schedulers.OneCycleLR(o, 0.3, total_steps=STEPS + 1),
     "lambda": lambda o: schedulers.LambdaLR(o, lambda n: 1.0 / (1 + n)),
@@ -110,30 +107,6 @@ def test_schedule_per_step_goes_on_after_a_restart(make_cluster: MakeCluster, ki
     assert restarts == 1
     assert broken[1] == whole[1][7:]
     assert all((found[name] == values[name]).all() for name in values)
-
-
-def by_epoch(worker: ps.Worker, clock: int) -> list[float]:
-    """A schedule per epoch of four steps; rank 1 dies at `clock`."""
-    model, optimizer = build(worker)
-    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
-    worker.track("scheduler", scheduler)
-    loader = worker.loader(TensorDataset(torch.arange(8.0 * worker.workers)), batch_size=2)
-    rates = []
-    for _ in range(3):
-        for _ in loader:
-            kill(worker, 1, clock)
-            rates.append(step(worker, model, optimizer))
-        scheduler.step()
-    return rates
-
-
-@pytest.mark.parametrize("clock", [2, 4, 10], ids=["first", "boundary", "last"])
-def test_schedule_per_epoch_goes_on_after_a_restart(make_cluster: MakeCluster, clock: int) -> None:
-    """The function itself makes the calls of the epochs whose batches are left out."""
-    broken, _, restarts = run(make_cluster, lambda worker: by_epoch(worker, clock))
-    assert restarts == 1
-    rates = [0.1] * 4 + [0.05] * 4 + [0.025] * 4
-    assert broken == {0: rates, 1: rates[clock:]}
 
 
 FIRST, SECOND, END = 0, 1, -1
