@@ -118,17 +118,6 @@ def test_dims_that_fill_no_cache_line_come_back_whole(
         assert np.array_equal(table.pull(keys), values + 2.0)
 
 
-def test_large_batches_reach_every_shard_and_come_back(cluster: RoleCluster) -> None:
-    table = users(cluster.client(), rule=Add(), init=Zeros())
-    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
-    gradients = np.random.default_rng(1).standard_normal((20_000, DIM)).astype(np.float32)
-    table.push(keys, gradients).result()
-    assert np.array_equal(table.pull(keys), gradients)
-    shares = [report.rows for report in table.reports()]
-    assert sum(shares) == len(table) == 20_000
-    assert min(shares) > 0.45 * 20_000 / len(shares) * 2 * 0.9
-
-
 # --- deleted ----------------------------------------------------------------------------------
 
 

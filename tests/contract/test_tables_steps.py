@@ -18,7 +18,7 @@ from paramserve.client.rows import TablePush
 from paramserve.client.table import Table
 from paramserve.config import Limits
 from paramserve.consistency.base import Policy
-from paramserve.consistency.built_in import Async, BoundedStaleness, Buffered, Sync
+from paramserve.consistency.built_in import Async, Buffered, Sync
 from paramserve.core.table.options import Normal, Zeros
 from paramserve.errors import (
     ClientClosed,
@@ -26,9 +26,8 @@ from paramserve.errors import (
     NonFinite,
     Overloaded,
     ParamServeError,
-    PullTimeout,
 )
-from paramserve.rules import SGD, Adagrad, Adam, Add
+from paramserve.rules import SGD, Adagrad, Add
 from paramserve.transport.link import Link
 
 pytestmark = pytest.mark.usefixtures("tables_ready")
@@ -292,19 +291,6 @@ def test_sync_equals_one_process_that_sums_in_rank_order(
         assert np.array_equal(one, other)
 
 
-def test_sync_mean_weighs_by_samples_and_divides_by_all(
-    make_cluster: MakeCluster,
-) -> None:
-    cluster = make_cluster("unix", servers=2, workers=2)
-    ranks = Ranks(cluster, 2, Sync(), rule=Add(), init=Zeros())
-    for rank, weight in enumerate((3.0, 1.0)):
-        push = TablePush(ranks.tables[rank], [1, 10 + rank], ones(2))
-        ranks.clients[rank].push_tables([push], weight=weight)
-    for client in ranks.clients:
-        client.drain()
-    assert ranks.reader.pull([1, 10, 11])[:, 0].tolist() == [1.0, 0.75, 0.25]
-
-
 def test_sync_keeps_pushes_until_the_tick_and_their_tickets_tell_of_it(
     make_cluster: MakeCluster,
 ) -> None:
@@ -466,20 +452,6 @@ def test_pushes_of_several_tables_under_sync_wait_for_their_tick(
     assert (words.pull([1])[0, 0], films.pull([2])[0, 0]) == (2.0, 3.0)
 
 
-def test_bounded_staleness_holds_pulls_and_lets_them_go(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("tcp", servers=2, workers=2)
-    ranks = Ranks(cluster, 2, BoundedStaleness(1), rule=Add(), init=Zeros())
-    fast, slow = ranks.tables
-    for _ in range(2):
-        fast.push([1, 2], ones(2))
-        ranks.clients[0].tick("users").result()
-    with pytest.raises(PullTimeout, match=r"worker 1 \(at clock 0\)"):
-        fast.pull([1, 2], timeout_s=0.05)
-    slow.push([2], ones(1))
-    ranks.clients[1].tick("users").result()
-    assert fast.pull([1, 2])[:, 0].tolist() == [2.0, 3.0]
-
-
 def test_buffered_applies_the_mean_of_so_many(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("unix", servers=2, workers=2)
     policy = Buffered(size=2, damping=None)
@@ -489,22 +461,6 @@ def test_buffered_applies_the_mean_of_so_many(make_cluster: MakeCluster) -> None
     assert len(ranks.reader) == 0
     ranks.tables[1].push(many[::2], 3 * ones(20)).result()
     assert ranks.reader.pull(many)[:4, 0].tolist() == [2.0, 0.5, 2.0, 0.5]
-
-
-def test_policy_of_a_table_is_changed_while_it_is_trained(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("unix", servers=2, workers=2)
-    ranks = Ranks(cluster, 2, Async(), rule=Adam(lr=0.1))
-    for table in ranks.tables:
-        table.push([1], ones(1)).result()
-    first = ranks.clients[0].set_consistency("users", Sync(reduce="sum"))
-    assert first < 20
-    for _ in range(first + 3):
-        for table in ranks.tables:
-            table.push([2], ones(1))
-        for ticket in ranks.tick():
-            ticket.result()
-    _, _, _, counts = whole(ranks.reader)
-    assert counts.tolist() == [2, 2 * first + 3]
 
 
 # --- refused before they are sent -----------------------------------------------------------------
