@@ -390,9 +390,9 @@ def test_encoded_gradient_of_another_length_is_refused(make_cluster: MakeCluster
     with_codec = client.define("w", np.zeros(32, np.float32), rule=Add(), push=Int8(32))
     assert Int8(32).size(32) == 36
     without = client.define("v", np.zeros(32, np.float32), rule=Add())
-    for block, extent in itertools.product((with_codec, without), (1, 63, 65, 1 << 40, -8)):
+    for block, nbytes in itertools.product((with_codec, without), (1, 63, 65, 1 << 40, -8)):
         slot = client.connection.exchange.take(128)
-        header = Gradient(block.id, slot.arena, slot.offset, None, None, extent)
+        header = Gradient(block.id, slot.arena, slot.offset, None, None, 0, nbytes)
         step = Step(0, block.group, 0, False, (header,), ())
         with pytest.raises(ShapeMismatch, match="an encoded gradient came for block"):
             client.steps.finish("push", [step], None, [slot])

@@ -501,7 +501,7 @@ class Peer:
         self._table = table
         self._slot = client.connection.exchange.take(1 << 12)
 
-    def step(self, data: bytes, *, extent: int = 0, asked: int = -1) -> Any:
+    def step(self, data: bytes, *, nbytes: int = 0, asked: int = -1) -> Any:
         """A step that pushes some bytes, or reads keys in them, and what it is answered with."""
         block, slot = self._table.block, self._slot
         exchange: Any = self._client.connection.exchange
@@ -509,7 +509,7 @@ class Peer:
         at, end = (slot.arena, slot.offset), slot.offset + (1 << 11)
         slot.bytes.fill(0)
         slot.bytes[: len(data)] = np.frombuffer(data, np.uint8)
-        push = (Gradient(block.id, *at, None, None, extent),) if asked < 0 else ()
+        push = (Gradient(block.id, *at, None, None, 0, nbytes),) if asked < 0 else ()
         keys = Keys(asked, *at, asked)
         room = 0 if codecs is None else min(max(codecs.pull.size(asked), 1), 1 << 60)
         pull = (ReadTarget(block.id, slot.arena, end, keys, room),) if asked >= 0 else ()
@@ -571,11 +571,11 @@ def test_malformed_gradients_are_refused_whole(make_cluster: MakeCluster) -> Non
     bad["repeated keys"] = bytes(repeated), len(eight)
     for name, (payload, nbytes) in bad.items():
         with pytest.raises(ShapeMismatch, match="'users'") as raised:
-            peer.step(payload, extent=-nbytes)
+            peer.step(payload, nbytes=nbytes)
         assert "Applied: no" in str(raised.value), name
     np.testing.assert_array_equal(table.pull(keys), 1.0)
     assert len(table) == 3
-    peer.step(bytes(good), extent=-len(good))
+    peer.step(bytes(good), nbytes=len(good))
     np.testing.assert_array_equal(table.pull(keys), 2.0)
 
 
@@ -586,7 +586,7 @@ def test_encoded_gradients_of_a_table_without_codecs_are_refused(make_cluster: M
     other = client.table("other", dim=DIM, rule=Add(), push=Int8())
     good = pushed(other, np.array([1, 5, 9]), np.ones((3, DIM), np.float32))
     with pytest.raises(ShapeMismatch, match="'users'"):
-        Peer(client, plain).step(bytes(good), extent=-len(good))
+        Peer(client, plain).step(bytes(good), nbytes=len(good))
     assert len(plain) == 0
 
 
@@ -636,7 +636,7 @@ def test_server_survives_random_rows(make_cluster: MakeCluster) -> None:
         wrong: ParamServeError | None = None
         try:
             if push:
-                peer.step(bytes(payload), extent=-(len(payload) + more))
+                peer.step(bytes(payload), nbytes=len(payload) + more)
             else:
                 peer.step(bytes(payload), asked=4 + more)
         except (ShapeMismatch, NonFinite) as error:

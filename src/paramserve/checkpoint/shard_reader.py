@@ -228,7 +228,7 @@ class LoadedShard:
         here = shard_of(keys, self.shards) == self.shard
         own = sums.setdefault(saved.block, RowSum(block))
         assert isinstance(own, RowSum)
-        header = Gradient(saved.block, 0, 0, hyper=saved.hyper, extent=int(here.sum()))
+        header = Gradient(saved.block, 0, 0, hyper=saved.hyper, rows=int(here.sum()))
         own.pushes.append((1.0, header, RowGradient(keys[here], values[here])))
         own.hyper, own.count = saved.hyper, max(own.count, saved.count)
 

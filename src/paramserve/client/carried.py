@@ -40,9 +40,9 @@ def runs_of(
     if type(message) is Step or type(message) is Read:
         # Loops and `+=`, as in `Steps._prepare`: a small step has few calls.
         for header in message.push if type(message) is Step else ():
-            block, nbytes = blocks[header.block], header.extent
-            if block.table is not None:
-                nbytes = _rows_bytes(header, block.table.dim)
+            block, nbytes = blocks[header.block], header.encoded_bytes
+            if not nbytes and block.table is not None:
+                nbytes = gradient_bytes(header.rows, block.table.dim)
             elif not nbytes:
                 cuts = block.spec.cuts
                 nbytes = (cuts[shard + 1] - cuts[shard]) * block.dtype.itemsize
@@ -64,11 +64,6 @@ def runs_of(
     elif isinstance(message, Delete | Contains):
         runs.append((message.arena, message.offset, 8 * message.rows))
     return runs
-
-
-def _rows_bytes(header: Gradient, dim: int) -> int:
-    extent = header.extent
-    return -extent if extent < 0 else gradient_bytes(extent, dim)
 
 
 def _keys(place: ReadTarget, memory: Mapping[int, Bytes]) -> Run:

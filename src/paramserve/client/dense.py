@@ -196,7 +196,7 @@ class Dense:
         self._connection.check()
         groups = tuple({block.group: None for block in blocks})
         with self._lock:
-            number = self._steps.ask_all("cut", TakeCut(0, groups), timeout_s)[0].taken
+            number = self._steps.ask_all("cut", TakeCut(0, groups), timeout_s)[0].cut
         yield number
         with self._lock:  # after an error the shards release it by themselves
             self._steps.ask_all("cut", DropCut(0, number), timeout_s)

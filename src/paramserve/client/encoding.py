@@ -191,7 +191,7 @@ class Encoder:
                     each.decode(out[:written], change[low:high])
                 place = into.offset + offsets[shard]
                 headers.append(
-                    Gradient(block.id, into.arena, place, push.active, push.hyper, written)
+                    Gradient(block.id, into.arena, place, push.active, push.hyper, 0, written)
                 )
             if change is not None:
                 if share == 1.0:
@@ -303,7 +303,7 @@ class Encoder:
         """These are certain to be sent, as a flush (`Step.flush`) or not."""
         with self._lock:
             for each in encoded:
-                block, size = each.block, sum(header.extent for header in each.headers)
+                block, size = each.block, sum(header.encoded_bytes for header in each.headers)
                 if each.headers:
                     encoded_bytes, plain = self._groups.get(block.group_name, (0, 0))
                     self._groups[block.group_name] = encoded_bytes + size, plain + block.nbytes

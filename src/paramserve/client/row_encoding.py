@@ -63,7 +63,7 @@ class RowEncoder:
         """A shard's keys, rising, and their gradients."""
         assert push.block.table is not None
         offset = header.offset - push.slot.offset
-        keys, values = gradient_at(push.slot.bytes, offset, header.extent, push.block.table.dim)
+        keys, values = gradient_at(push.slot.bytes, offset, header.rows, push.block.table.dim)
         order = order_of(keys)
         return keys[order], values[order]
 
@@ -84,7 +84,7 @@ class RowEncoder:
                 seed = zlib.crc32(b"%d %d %d %d" % (self._rank, block.id, number, shard))
                 codecs.write_gradient(keys, values, slot.bytes[at : at + size], seed)
             hyper = push.headers[shard].hyper
-            headers.append(Gradient(block.id, slot.arena, slot.offset + at, None, hyper, -size))
+            headers.append(Gradient(block.id, slot.arena, slot.offset + at, None, hyper, 0, size))
             at += padded(size)
             self.sent_bytes += size
             self.plain_bytes += keys.nbytes + values.nbytes

@@ -70,7 +70,7 @@ class Snapshots:
                 replies = answers_by_shard(
                     self._steps.finish("snapshot", requests, self._steps.waits.timeout_s, slots)
                 )
-                versions = {reply.taken for reply in replies}
+                versions = {reply.snapshot for reply in replies}
                 if -1 in versions:
                     return None
                 if len(versions) == 1:

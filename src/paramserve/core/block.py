@@ -314,7 +314,7 @@ class ShardBlock(ShardStorage):
             ShapeMismatch: it does not lie there, or stands for none. CodecFailed: the codec is not
                 one of ours, and failed. In both cases nothing was applied.
         """
-        whole, start, nbytes = memory.get(header.arena), header.offset, header.extent
+        whole, start, nbytes = memory.get(header.arena), header.offset, header.encoded_bytes
         codec, array = self.push_codec, np.empty(self.size, self.dtype)
         wrong = "it was defined without a codec of pushes"
         if codec is not None:

@@ -382,7 +382,7 @@ class CutAgreement:
         end = CutOver(message.number, read, unequal, version, tuple(sorted(over)), checkpoint)
         self._outbox.extend(Send(shard, end) for shard in range(self._shards))
         if session is not None and session.done is not None:
-            answer = Answer(Done(session.done.seq, taken=message.number))
+            answer = Answer(Done(session.done.seq, cut=message.number))
             self._outbox.append(Reply(session, answer))
         if checkpoint and part is not None:
             if _same_rows(leading):

@@ -163,7 +163,7 @@ class Replies:
             message.seq,
             state.version,
             state.members.slowest,
-            taken=version,
+            snapshot=version,
             dropped=watching.dropped,
         )
         written = []

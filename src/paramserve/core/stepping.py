@@ -63,7 +63,7 @@ def gradients(state: GroupState, step: Step, memory: Memory) -> list[Part]:
         if (header.active, header.hyper) != block.checked:
             block.check(header.active, header.hyper)
         if type(block) is ShardBlock:
-            if header.extent:
+            if header.encoded_bytes:
                 gradient = block.decoded(memory, header)
             else:
                 gradient = memory.at(header.arena, header.offset, block.sent)

@@ -23,10 +23,10 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     `version` is the group's version on this shard after it, `clock` the smallest clock of the live
     workers. `staleness` counts for a push. `skipped`: its gradients were not applied, as the
     policy says. `counts`: update counts of the pieces (`Fetch`), how many of the rank's next steps
-    in the group end no clock (`JoinGroup`), or as `Scan` and `Delete` say. `taken`: the version of
-    the snapshot in the payload (`TakeSnapshot`), the number of the cut (`TakeCut`), or -1.
-    `dropped`: snapshots that no one took in time. `at`: the clock with which the worker
-    goes on, or -1: with its own next one. `pending`: the rank is no member of the group, and this
+    in the group end no clock (`JoinGroup`), or as `Scan` and `Delete` say. `snapshot`: the version
+    of the one that was written (`TakeSnapshot`), or -1; `cut`: the number of the one that was taken
+    (`TakeCut`), or -1. `dropped`: snapshots that no one took in time. `at`: the clock with which
+    the worker goes on, or -1: with its own next one. `pending`: the rank is no member of the group, and this
     step changed nothing: it has to join first. `retire`: the run will do without this worker.
     `news`: changes of the group's policy that this client has not been told of. `flush` (number,
     group, clock): the call that steps this group at this clock, or with the group -1 the next one,
@@ -39,7 +39,8 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     staleness: int = 0
     skipped: bool = False
     counts: tuple[int, ...] = ()
-    taken: int = -1
+    snapshot: int = -1
+    cut: int = -1
     dropped: int = 0
     at: int = -1
     retire: bool = False

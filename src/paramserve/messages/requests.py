@@ -18,10 +18,10 @@ from paramserve.messages.saved import Saved
 class Gradient(Struct, frozen=True, array_like=True):
     """One block's gradient. `active`: its pieces (None: all); `hyper` None: as defined.
 
-    Of a table, `extent` rows: at the place lie their keys, int64 [rows], each once, and then their
-    gradients, float32 [rows, dim]; both padded to `ALIGN`. Below 0: they are encoded by the table's
-    codecs into `-extent` bytes, as `core.table.encoded` says. Of tensors, the gradient is encoded
-    by the block's codec for pushes into `extent` bytes; 0: it lies there as it is.
+    Of a table, `rows` rows: at the place lie their keys, int64 [rows], each once, and then their
+    gradients, float32 [rows, dim]; both padded to `ALIGN`. `encoded_bytes` above 0: there lie so
+    many bytes, which the block's codec for pushes has made of the gradient; of a table, its codecs
+    of keys and gradients, as `core.table.encoded` says.
     """
 
     block: int
@@ -29,7 +29,8 @@ class Gradient(Struct, frozen=True, array_like=True):
     offset: int
     active: tuple[int, ...] | None = None
     hyper: tuple[float, ...] | None = None
-    extent: int = 0
+    rows: int = 0
+    encoded_bytes: int = 0
 
 
 class Keys(Struct, frozen=True, array_like=True):
@@ -213,8 +214,8 @@ class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
 
 class TakeCut(Struct, frozen=True, array_like=True, tag="take-cut"):
     """Take a cut of all shards, of some groups' values (none named: of all). Shard 0 answers when
-    every shard has its part; `Done.taken` is the number of the cut, which is kept until it is
-    dropped, or not read for a time."""
+    every shard has its part, with `Done.cut`; the cut is kept until it is dropped, or not read for
+    a time."""
 
     seq: int
     groups: tuple[int, ...] = ()

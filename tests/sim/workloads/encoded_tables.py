@@ -122,11 +122,11 @@ class EncodedRows(Parameters):
         made = self._encoders[client.writer].encoded(push) if encodes else push
         for header in made.headers:
             offset = header.offset - made.slot.offset
-            if header.extent < 0:
-                data = made.slot.bytes[offset : offset - header.extent]
+            if header.encoded_bytes:
+                data = made.slot.bytes[offset : offset + header.encoded_bytes]
                 keys, values = codecs.read_gradient(data.copy())
             else:
-                keys, values = gradient_at(made.slot.bytes, offset, header.extent, codecs.dim)
+                keys, values = gradient_at(made.slot.bytes, offset, header.rows, codecs.dim)
             for key, row in zip(keys.tolist(), values, strict=True):
                 self.encoded[client.writer, which.number, key] = row.copy()
         return made

@@ -83,7 +83,7 @@ def push(
     decoded = np.zeros(block.size, np.float32)
     for shard, header in enumerate(encoded.headers):
         low, high = block.range(shard)
-        data = encoded.slot.bytes[header.offset : header.offset + header.extent]
+        data = encoded.slot.bytes[header.offset : header.offset + header.encoded_bytes]
         codec.decode(data, decoded[low:high])
     for each in before:
         answer(encoder, each)

@@ -276,16 +276,16 @@ def test_snapshots_are_kept_at_every_nth_version_and_dropped_when_not_taken() ->
     done(one.send(READER, Watch(0, 0, 2, 2)))
     take = TakeSnapshot(0, 0, 0, (ReadTarget(0, 0, 0),))
     nothing = one.send(READER, take)
-    assert (done(nothing).taken, nothing.replies[0][1].payload) == (-1, None)
+    assert (done(nothing).snapshot, nothing.replies[0][1].payload) == (-1, None)
     for clock in range(7):
         one.step(WORKER, {0: [1] * 4}, clock=clock)
     first = one.send(READER, take)
-    assert (done(first).taken, done(first).dropped, payload(first)[0]) == (4, 1, 4.0)
+    assert (done(first).snapshot, done(first).dropped, payload(first)[0]) == (4, 1, 4.0)
     arena = np.zeros(64, np.uint8)
     second = structs.replace(take, after=4, pull=(ReadTarget(0, 1, 0),))
-    assert done(one.send(READER, second, memory={1: arena})).taken == 6
+    assert done(one.send(READER, second, memory={1: arena})).snapshot == 6
     assert arena.view(np.float64)[:4].tolist() == [6.0] * 4
-    assert done(one.send(READER, structs.replace(take, after=6))).taken == -1
+    assert done(one.send(READER, structs.replace(take, after=6))).snapshot == -1
 
 
 @each_case("policy", [Async(), Sync(reduce="sum")])

@@ -94,7 +94,7 @@ def test_repeated_snapshot_is_the_same_when_it_is_no_longer_kept() -> None:
     take = TakeSnapshot(2, 0, 0, (ReadTarget(0, PULLED, 0),))
     for clock in range(1, 4):
         answer = one.again(READER, take)
-        assert (done(answer).taken, payload(answer)[0]) == (1, 1.0)
+        assert (done(answer).snapshot, payload(answer)[0]) == (1, 1.0)
         one.step(WORKER, {0: [1] * 4}, clock=clock)
 
 

@@ -90,7 +90,7 @@ def push(
     one: Rig, keys: list[int], value: float = 1.0, *, tick: bool = True, shard: int = 0
 ) -> Any:
     """A step with rows."""
-    message = Step(0, 0, 0, tick, (Gradient(0, 0, 0, extent=len(keys)),), ())
+    message = Step(0, 0, 0, tick, (Gradient(0, 0, 0, rows=len(keys)),), ())
     return one.send(ME, message, shard, pushed(keys, value) if keys else {})
 
 
@@ -137,7 +137,7 @@ def test_pull_reads_what_its_step_has_pushed() -> None:
     one = rig()
     keys = asked([6, 5])
     place = ReadTarget(0, PULLED, 0, Keys(2, PUSHED, 0, 2))
-    message = Step(0, 0, 0, True, (Gradient(0, 0, keys.size, extent=1),), (place,))
+    message = Step(0, 0, 0, True, (Gradient(0, 0, keys.size, rows=1),), (place,))
     memory = {0: np.concatenate([keys, pushed([5])[0]])}
     effects = one.send(ME, message, 0, memory)
     done(effects)
@@ -154,7 +154,7 @@ def test_push_over_shared_memory_reads_to_the_places_named() -> None:
     pushed_keys, pushed_values = gradient_at(arena, 512, 1, DIM)
     pushed_keys[:], pushed_values[:] = 9, 4.0
     place = ReadTarget(0, 1, 1024, Keys(2, 1, 64, 3))
-    message = Step(0, 0, 0, True, (Gradient(0, 1, 512, extent=1),), (place,))
+    message = Step(0, 0, 0, True, (Gradient(0, 1, 512, rows=1),), (place,))
     done(one.send(ME, message, 0, {1: arena}))
     out = np.frombuffer(arena, np.float32, 3 * DIM, 1024).reshape(3, DIM)
     assert out.tolist() == [[5.0] * DIM, [0.0] * DIM, [1.0] * DIM]
@@ -199,7 +199,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
 def test_gradient_with_rows_that_cannot_be_is_refused() -> None:
     one = rig()
     for rows in (-1, 1 << 40):
-        message = Step(0, 0, 0, True, (Gradient(0, 0, 0, extent=rows),), ())
+        message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=rows),), ())
         error = refused(one.send(ME, message, 0, pushed([1, 2])))
         assert isinstance(error, ShapeMismatch)
         assert "'users'" in error.failed
@@ -216,7 +216,7 @@ OUTSIDE = [
 def test_gradient_outside_its_arena_is_refused() -> None:
     one = rig()
     for arena, offset, rows in OUTSIDE:
-        message = Step(0, 0, 0, True, (Gradient(0, arena, offset, extent=rows),), ())
+        message = Step(0, 0, 0, True, (Gradient(0, arena, offset, rows=rows),), ())
         error = refused(one.send(ME, message, 0, {1: np.zeros(4096, np.uint8)}))
         assert isinstance(error, ShapeMismatch)
         assert len(one.shards[0].blocks[0].store) == 0
@@ -224,7 +224,7 @@ def test_gradient_outside_its_arena_is_refused() -> None:
 
 def test_gradient_that_names_pieces_is_refused() -> None:
     one = rig()
-    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, (0,), extent=1),), ())
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, (0,), rows=1),), ())
     assert "name the rows by their keys" in refused(one.send(ME, message, 0, pushed([1]))).fix
 
 
@@ -264,7 +264,7 @@ def test_read_of_a_tensor_by_keys_and_of_a_table_without_is_refused() -> None:
     )
     assert "names no keys" in error.failed
     for block, group in ((0, 1), (1, 0)):
-        message = Step(0, group, 0, True, (Gradient(block, 0, 0, extent=1),), ())
+        message = Step(0, group, 0, True, (Gradient(block, 0, 0, rows=1),), ())
         assert isinstance(refused(one.send(ME, message, 0, pushed([1]))), ParamServeError)
 
 
@@ -357,7 +357,7 @@ def test_clock_of_two_workers_applies_each_key_once_with_the_sum() -> None:
     one = rig(table_spec(SGD(1.0), policy=Sync(reduce="sum")))
     one.join(5, 1)
     assert push(one, [1, 2]).replies == []
-    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, extent=2),), ())
+    message = Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=2),), ())
     assert len(one.send(5, message, 0, pushed([2, 3], 10.0)).replies) == 2
     assert rows_of(one, [1, 2, 3]) == [0.0, -10.0, -9.0]
 
@@ -592,7 +592,7 @@ def test_clock_that_is_clipped_is_refused_on_all_shards_if_one_has_no_room_for_i
     one = rig(spec, shards=2, workers=1)
     one.shards[1].blocks[0].store.rows_max = 1
     for shard, keys in enumerate(([1], [2, 3])):
-        one.send(ME, Step(0, 0, 0, True, (Gradient(0, 0, 0, extent=len(keys)),), (), clip_norm=1.0),
+        one.send(ME, Step(0, 0, 0, True, (Gradient(0, 0, 0, rows=len(keys)),), (), clip_norm=1.0),
                  shard, pushed(keys))  # fmt: skip
     one.deliver()
     told = [one.answers(ME, shard)[-1] for shard in (0, 1)]

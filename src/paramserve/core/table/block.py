@@ -255,10 +255,12 @@ class KeyedBlock(ShardStorage):
         Raises:
             ShapeMismatch: it does not lie there. Nothing was applied.
         """
-        offset, rows, dim = header.offset, header.extent, self.dim
-        if rows < 0 and self.codecs is not None:
-            whole = self._encoded(memory.get(header.arena), offset, -rows)
+        offset, rows, dim = header.offset, header.rows, self.dim
+        if header.encoded_bytes:
+            whole = self._encoded(memory.get(header.arena), offset, header.encoded_bytes)
             try:
+                if self.codecs is None:
+                    raise ValueError("it was defined without codecs")
                 return self.codecs.read_gradient(whole)
             except ValueError as error:
                 raise self._not_encoded("gradients", error) from error
