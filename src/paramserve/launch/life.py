@@ -183,8 +183,17 @@ class Collect(NamedTuple):
     """Read the values while the servers run; answered by `Collected`."""
 
 
+class Ask(NamedTuple):
+    """The present attempt has ended for this: ask now what is left of it how it stands. All its
+    processes are killed next."""
+
+    cause: ParamServeError
+    damaged: bool
+
+
 class Select(NamedTuple):
-    """Find the newest checkpoint; answered by `Selection`.
+    """All processes of the attempt have ended, and none writes any more: find the newest
+    checkpoint; answered at once by `Selection`.
 
     Attributes:
         cause: why the present attempt has ended.
@@ -217,7 +226,7 @@ class Close(NamedTuple):
     late: tuple[Key, ...] = ()
 
 
-Effect = ProcessEffect | Serving | Collect | Select | Begin | End | Close
+Effect = ProcessEffect | Serving | Collect | Ask | Select | Begin | End | Close
 
 
 @dataclass
@@ -227,6 +236,8 @@ class _Return:
     cause: ParamServeError
     damaged: bool
     end_by: float
+    """When the last process must have ended."""
+    selects: bool = False
     selection: Selection | None = None
 
 
@@ -460,8 +471,8 @@ class Life:
             return False
         self.state = "resuming"
         self._return = _Return(error, damaged, now + KILL_S)
-        self._effects += [Select(error, damaged), Kill(_keys(self.roster.running))]
-        self._wake(self._return.end_by)
+        self._effects += [Ask(error, damaged), Kill(_keys(self.roster.running))]
+        self._go_on_returning(self._return, now)
         return True
 
     def _select(self, under_way: _Return, selection: Selection, now: float) -> None:
@@ -481,11 +492,17 @@ class Life:
         self._checkpoint, under_way.selection = selection.path, selection
 
     def _go_on_returning(self, under_way: _Return, now: float) -> None:
-        """Begin another attempt, once all processes of the one before have ended."""
-        if under_way.selection is None or self.roster.running:
+        """Begin another attempt, once all processes of the one before have ended and a checkpoint
+        is found: however long that takes, as in a large folder of an object store."""
+        if self.roster.running:
             self._wake(under_way.end_by)
             if now >= under_way.end_by:
                 self._begin_end(under_way.cause, now)
+            return
+        if under_way.selection is None:
+            if not under_way.selects:
+                under_way.selects = True
+                self._effects.append(Select(under_way.cause, under_way.damaged))
             return
         workers = self.roster.target
         self._return = None

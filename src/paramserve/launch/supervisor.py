@@ -410,8 +410,11 @@ class Supervisor:
                 self._begin_serving()
             case life.Collect():
                 self._begin_collecting()
+            case life.Ask(cause, damaged):
+                self._ask(cause, damaged)
             case life.Select(cause, damaged):
-                self._select(cause, damaged)
+                assert self._recovery is not None
+                self._happen(self._recovery.select(cause, damaged, self.overview.status))
             case life.Begin(cause, damaged, workers):
                 self._begin_again(cause, damaged, workers)
             case life.End(error, serving):
@@ -461,14 +464,12 @@ class Supervisor:
 
     # --- going on from a checkpoint ---------------------------------------------------------------
 
-    def _select(self, cause: ParamServeError, damaged: bool) -> None:
-        """Find the newest checkpoint."""
-        assert self._recovery is not None
+    def _ask(self, cause: ParamServeError, damaged: bool) -> None:
+        """Ask the coordinator for its last status, where it may live."""
         if not damaged:
             self._selected_at = time.monotonic()
         if isinstance(cause, ServerGone) and self.overview.error is None:
             self.overview.ask_now(time.monotonic(), LAST_BEATS_S)
-        self._happen(self._recovery.select(cause, damaged, self.overview.status))
 
     def _begin_again(self, cause: ParamServeError, damaged: bool, workers: int) -> None:
         """Prepare another attempt, from what `recovery` has chosen."""

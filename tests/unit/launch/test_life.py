@@ -23,6 +23,7 @@ from paramserve.launch.life import (
     KILL_S,
     SAME_MAX,
     Abandon,
+    Ask,
     Begin,
     Breakdown,
     CheckpointFailed,
@@ -32,9 +33,11 @@ from paramserve.launch.life import (
     Done,
     End,
     Event,
+    ProcessEnd,
     Report,
     Request,
     Select,
+    Selection,
     Serving,
     Silence,
     Standing,
@@ -295,6 +298,20 @@ def test_next_attempt_waits_for_the_end_of_each_old_process_but_not_for_ever() -
     world.step(after_s=KILL_S)
     assert isinstance(world.life.error, ServerGone)
     assert world.of(Begin) == []
+
+
+def test_checkpoint_is_looked_for_as_long_as_it_takes_once_all_have_ended() -> None:
+    life = World(resumes=True, workers=0).life
+    for key in (COORDINATOR, SERVER):
+        life.roster.on_launch(key)
+        life.step([Report(key, "ready", b"")], 0.0)
+    effects = life.step([ProcessEnd(SERVER, -9)], 1.0)
+    assert [type(each) for each in effects] == [Ask, Kill]
+    effects = life.step([ProcessEnd(COORDINATOR, -9)], 2.0)
+    assert [type(each) for each in effects] == [Select]
+    assert life.step([], 2.0 * KILL_S) == [], "asked once"
+    effects = life.step([Selection("a/step-4")], 3.0 * KILL_S)
+    assert [type(each) for each in effects] == [Begin, Launch]
 
 
 @each_case("why", ["told to", "without", "starting", "stopped", "failed"])

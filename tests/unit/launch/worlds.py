@@ -152,6 +152,7 @@ class World:
                     if self._at_once:
                         self._due.append(Collected())
                 case Select(_, damaged):
+                    assert not self.running, "one that still runs may write or remove checkpoints"
                     if damaged:
                         self._refused.add(self._checkpoint)
                     path = self.found.pop(0) if len(self.found) > 1 else self.found[0]
