@@ -282,6 +282,8 @@ class Life:
         """How often in a row the same checkpoint was chosen after a death."""
         self._done = False
         self._request: ParamServeError | None = None
+        self._unread: BaseException | None = None
+        """Why the values could not be read, unless a death that is told just now is the cause."""
         self._unwritten: ParamServeError | None = None
         """Why a checkpoint could not be written, in a life that is strict about that."""
         self._stop_at: float | None = None
@@ -353,8 +355,10 @@ class Life:
                 )
             case Selection() if self._return is not None:
                 self._select(self._return, event, now)
+            case Collected(None) if self.state == "finishing":
+                self._begin_end(None, now)
             case Collected(error) if self.state == "finishing":
-                self._begin_end(error, now)
+                self._unread = error
             case Stop():
                 if self._stop_at is None:
                     self._stop_at = now + self.terms.deadlines.stop_s
@@ -396,6 +400,9 @@ class Life:
             self.failure = error
             if self._stop_at is None:
                 self._stop_at = now + self.terms.deadlines.stop_s
+        if self._unread is not None:
+            self._begin_end(self._unread, now)
+            return
         self._effects += decision.effects
         serving = self.roster.serving
         if serving and self.state in ("starting", "resuming"):
@@ -469,7 +476,7 @@ class Life:
         elif not (resumes and (up or self._same)):
             ends_despite_checkpoints(error, 0)
             return False
-        self.state = "resuming"
+        self.state, self._unread = "resuming", None
         self._return = _Return(error, damaged, now + KILL_S)
         self._effects += [Ask(error, damaged), Kill(_keys(self.roster.running))]
         self._go_on_returning(self._return, now)

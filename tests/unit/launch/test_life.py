@@ -387,11 +387,18 @@ def test_stop_while_it_goes_back_waits_for_the_values_of_the_checkpoint() -> Non
     assert len(world.of(Collect)) == 1
 
 
-def test_server_lost_while_values_are_read_goes_back_and_reads_again() -> None:
+@each_case("together", [False, True])
+def test_server_lost_while_values_are_read_goes_back_and_reads_again(together: bool) -> None:
     world = resumable(collects_at_once=False)
     world.step(*RETURNED)
-    world.end(SERVER)
-    world.step(Collected(ServerGone("gone", fix="none")))
+    unread = Collected(ServerGone("gone", fix="none"))
+    del world.running[SERVER]
+    events = [ProcessEnd(SERVER, -9), unread]
+    if together:
+        world.step(*reversed(events))
+    else:
+        for event in events:
+            world.step(event)
     assert not world.life.ending, "that was of the attempt before"
     world.serve()
     world.step(*RETURNED)
