@@ -277,6 +277,8 @@ class Life:
         self.roster = self._new_roster(terms.workers, now)
         self._start_s = terms.start_s + terms.restore_s
         self._checkpoint = terms.checkpoint
+        self._rest: tuple[Key, ...] = ()
+        """Processes that are started when the coordinator is up."""
         self._refused: set[str] = set()
         self._same = 0
         """How often in a row the same checkpoint was chosen after a death."""
@@ -331,10 +333,7 @@ class Life:
         roster = self.roster
         match event:
             case Report(key, kind, body):
-                first = key == COORDINATOR and kind == "ready" and not roster.entries[key].ready
                 roster.on_report(key, kind, body, now)
-                if first and not self.terms.shares_host:
-                    self._launch(now, first=False)
             case ProcessEnd(key, status, why):
                 roster.on_end(key, status, now, why)
             case Silence(key, incarnation):
@@ -409,6 +408,8 @@ class Life:
             self.state = "running"
             self._effects.append(Serving())
         finished = decision.finished or self._done or self._workers_have_stopped(now)
+        if self._rest and not finished and self.roster.entries[COORDINATOR].ready:
+            self._launch(now)
         if self.state != "finishing" and finished:
             if serving and self.terms.collects:
                 self.state = "finishing"
@@ -442,12 +443,14 @@ class Life:
             self._effects.append(Kill(running))
         return not running
 
-    def _launch(self, now: float, first: bool = True) -> None:
+    def _launch(self, now: float) -> None:
         """Start the coordinator first, and those that have to know where it listens when it does;
         each of these may have to wait for room, too."""
         keys = tuple(self.roster.entries)
-        if not self.terms.shares_host:
-            keys = keys[:1] if first else keys[1:]
+        if self._rest:
+            keys, self._rest = self._rest, ()
+        elif not self.terms.shares_host:
+            keys, self._rest = keys[:1], keys[1:]
         self.roster.start_by = now + self._start_s
         self._wake(self.roster.start_by)
         self._effects.append(Launch(keys))
@@ -512,7 +515,7 @@ class Life:
                 self._effects.append(Select(under_way.cause, under_way.damaged))
             return
         workers = self.roster.target
-        self._return = None
+        self._return, self._rest = None, ()
         self._start_s = self.terms.start_s + under_way.selection.restore_s
         self.roster = self._new_roster(workers, now)
         self._effects.append(Begin(under_way.cause, under_way.damaged, workers))

@@ -85,6 +85,16 @@ def test_begin_elsewhere_launches_the_others_when_the_coordinator_is_ready() -> 
     assert isinstance(world.life.error, ConnectTimeout)
 
 
+@each_case("ends", [Abandon(), Stop(), ProcessEnd(COORDINATOR, -9)])
+def test_coordinator_that_is_up_as_it_ends_launches_no_others(ends: Event) -> None:
+    world = World(shares_host=False, resumes=True, deaf=["coordinator"])
+    if isinstance(ends, ProcessEnd):
+        del world.running[COORDINATOR]
+    world.step(Report(COORDINATOR, "ready", b""), ends)
+    world.step(Report(COORDINATOR, "ready", b""))
+    assert world.of(Launch) == [Launch((COORDINATOR,))]
+
+
 # --- the end -------------------------------------------------------------------------------------
 
 
