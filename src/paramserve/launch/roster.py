@@ -236,6 +236,9 @@ class Roster:
         self.target = workers
         for key in [Key("worker", rank) for rank in range(workers)]:
             self.entries.setdefault(key, Entry(key))
+        for entry in self.workers():  # scaled away before it has ever come
+            if entry.key.number >= workers and entry.key not in self._standings:
+                del self.entries[entry.key]
         for each in members:
             key, standing = Key("worker", each.rank), (each.state, each.incarnation)
             if self._standings.get(key) == standing:

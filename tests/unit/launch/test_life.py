@@ -470,7 +470,17 @@ def test_rank_that_comes_again_or_is_added_is_waited_for() -> None:
     world.step(standing("left", "left", incarnation=2, workers=3))
     assert not world.life.ending, "rank 2 has not come yet"
     world.step(standing("left", "left", "left", workers=3))
-    assert world.life.outcome == "finished"
+    assert (world.life.over, world.life.outcome) == (True, "finished")
+
+
+def test_rank_that_has_never_come_and_is_scaled_away_is_not_waited_for() -> None:
+    world = attended()
+    world.step(standing("live", "live", workers=4))
+    world.step(standing("live", "live", workers=3))
+    world.step(standing("left", "left", workers=3))
+    assert not world.life.ending, "rank 2 may still come"
+    world.step(standing("left", "left"))
+    assert world.life.over
 
 
 def test_server_lost_is_no_failure_once_all_have_left() -> None:
