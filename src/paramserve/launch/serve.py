@@ -226,7 +226,13 @@ class _ServedProcess:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.life.over:
+            self.happen(life.Breakdown(error))
 
     def _look(self) -> None:
         """Tell what the coordinator knows of servers and workers."""
