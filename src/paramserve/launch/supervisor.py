@@ -335,7 +335,7 @@ class Supervisor:
             events.append(life.Abandon())
         elif self._stops:
             events.append(life.Stop())
-        elif not self._life.ending:
+        if not self._life.ending:
             attempt.scaling.go_on(time.monotonic())
         if attempt.collecting is not None and not attempt.collecting.is_alive():
             events.append(life.Collected(attempt.collect_error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -158,6 +159,27 @@ def test_scale_of_a_run_that_ends_meanwhile_is_refused_and_leaves_no_one_waiting
     run.coordinator.says = falls
     with pytest.raises(ParamServeError, match=r"not scaled to 3 workers: it ends .*SIGSEGV"):
         run.supervisor.scale(3)
+
+
+def test_scale_of_a_run_that_is_stopped_meanwhile_is_refused_before_its_values_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "Overview", Coordinator)
+    engine, refused, read = Puppets(), threading.Event(), threading.Event()
+
+    def collect(attempt: Any) -> None:
+        refused.wait(5.0)
+        read.set()
+
+    supervisor = started(replace(PLAN, deadlines=Deadlines()), engine, collect=collect)
+    engine.serve("worker 0", "worker 1")
+    coordinator: Any = supervisor.overview
+    coordinator.says = lambda call: supervisor.stop()
+    with pytest.raises(ParamServeError, match="not scaled to 3 workers: it ends"):
+        supervisor.scale(3)
+    assert not read.is_set()
+    refused.set()
+    supervisor.abandon()
 
 
 @pytest.mark.parametrize("how", ["stop", "abandon"])
