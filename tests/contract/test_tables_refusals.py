@@ -35,7 +35,7 @@ from paramserve.errors import (
     UnknownName,
     UnknownRule,
 )
-from paramserve.messages import Batch, Done, Gradient, ShardReply, Step, decoder, encode
+from paramserve.messages import Arenas, Batch, Done, Gradient, ShardReply, Step, decoder, encode
 from paramserve.rules import SGD, Adagrad, Adam, Add
 from paramserve.rules.custom import CustomRule
 from paramserve.transport.link import Link
@@ -348,15 +348,17 @@ def test_names_of_tables_and_of_groups_are_of_one_kind(two: RoleCluster) -> None
     assert client.pull("w").tolist() == [0.0] * 3
 
 
-def test_request_that_names_bytes_behind_the_frames_payload_is_refused_alone(
+def test_request_that_names_bytes_behind_its_clients_arena_is_refused_alone(
     harness: Harness,
 ) -> None:
-    push = Step(1, 0, 0, False, (Gradient(0, 0, 64),), ())
+    push = Step(1, 0, 0, False, (Gradient(0, 1, 4096),), ())
     link = harness.untrusted()
-    link.send(encode(Batch((push, Step(2, 0, 0, False, (), ())))), [np.zeros(64, np.uint8)])
+    link.send(encode(Arenas(((1, 4096),))))
+    link.arenas = {1: np.zeros(4096, np.uint8)}
+    link.send(encode(Batch((push, Step(2, 0, 0, False, (), ())))), [(1, 64, 64)])
     first, second = (decoder(ShardReply).decode(link.receive(WAIT_S)) for _ in range(2))
     assert (first.seq, first.kind, first.applied) == (1, "ShapeMismatch", "no")
-    assert "64" in first.failed
+    assert "4096" in first.failed
     assert isinstance(second, Done)
     link.close()
     harness.goes_on()
