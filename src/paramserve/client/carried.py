@@ -15,7 +15,6 @@ from paramserve.messages import (
     Contains,
     Define,
     Delete,
-    Gradient,
     Put,
     Read,
     ReadTarget,

@@ -26,8 +26,9 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     in the group end no clock (`JoinGroup`), or as `Scan` and `Delete` say. `snapshot`: the version
     of the one that was written (`TakeSnapshot`), or -1; `cut`: the number of the one that was taken
     (`TakeCut`), or -1. `dropped`: snapshots that no one took in time. `at`: the clock with which
-    the worker goes on, or -1: with its own next one. `pending`: the rank is no member of the group, and this
-    step changed nothing: it has to join first. `retire`: the run will do without this worker.
+    the worker goes on, or -1: with its own next one. `pending`: the rank is no member of the
+    group, and this step changed nothing: it has to join first. `retire`: the run will do without
+    this worker.
     `news`: changes of the group's policy that this client has not been told of. `flush` (number,
     group, clock): the call that steps this group at this clock, or with the group -1 the next one,
     is to leave nothing out of its gradients; empty: none is.
