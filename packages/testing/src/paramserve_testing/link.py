@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paramserve.errors import ClientClosed
-from paramserve.messages import Hello, Refused, Run, Welcome, decoder, encode
+from paramserve.messages import Arenas, Hello, Refused, Run, Welcome, decoder, encode
 from paramserve.transport.arena import Arena
 from paramserve.transport.hello import check_answer
 from paramserve_testing.network import FAR, NEAR, Bytes, Frame, Stream
@@ -21,6 +21,7 @@ LOOK_S = 1e-3
 """How often a send that waits looks whether the server takes it."""
 
 _is_answer = decoder(Welcome | Refused).decode
+_are_arenas = decoder(Arenas).decode
 
 
 class VirtualLink:
@@ -104,7 +105,8 @@ class VirtualLink:
         self._wait_to_send()
         if self._ended:
             raise ConnectionResetError("the peer closed the connection")
-        self.stream.send(NEAR, Frame.carrying(header, runs, self.arenas))
+        frame = Frame.carrying(header, runs, self.arenas)
+        self.stream.send(NEAR, frame, numbered=not _names_arenas(header))
         self._sent(self)
 
     def _wait_to_send(self) -> None:
@@ -168,5 +170,12 @@ class VirtualLink:
 def _is_welcome(header: bytes) -> bool:
     try:
         return isinstance(_is_answer(header), Welcome)
+    except msgspec.MsgspecError:
+        return False
+
+
+def _names_arenas(header: bytes) -> bool:
+    try:
+        return bool(_are_arenas(header))
     except msgspec.MsgspecError:
         return False

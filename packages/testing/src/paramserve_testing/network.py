@@ -322,8 +322,13 @@ class Stream:
         """Frames by side on its link, and what waits behind that; None: the side's end."""
         self._closed = [False, False]
 
-    def send(self, side: int, frame: Frame) -> None:
-        """Send to the other side; nothing happens on a stream that has ended."""
+    def send(self, side: int, frame: Frame, *, numbered: bool = True) -> None:
+        """Send to the other side; nothing happens on a stream that has ended.
+
+        Args:
+            numbered: the other side notices when it is lost; else its loss ends the stream at once,
+                so that nothing arrives behind the gap.
+        """
         if self.ended or self._closed[side]:
             return
         if self._rates is None:
@@ -333,7 +338,7 @@ class Stream:
         draw = network.random.random
         cut, lose, duplicate = self._rates(network.faults)
         fate = draw()
-        if fate < cut:
+        if fate < cut or (fate < cut + lose and not numbered):
             self.cut()
         elif fate < cut + lose:
             network.clock.after(draw() * BREAK_S, self.cut)
