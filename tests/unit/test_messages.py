@@ -68,8 +68,8 @@ def test_message_or_decision_is_any_of_what_has_a_tag() -> None:
 
 def test_message_is_its_tag_and_its_fields_in_order() -> None:
     step = Step(7, 1, 3, True, (Gradient(0, 2, 64, (1,)),), (ReadTarget(0, 2, 128),), base=5)
-    row = ["step", 7, 1, 3, True, [[0, 2, 64, [1], None, 0]], [[0, 2, 128, None]]]
-    row += [5, 1.0, False, 0.0, 1.0, None, 0, b"", -1.0, [], None, 0, False]
+    row = ["step", 7, 1, 3, True, [[0, 2, 64, [1], None, 0, 0]], [[0, 2, 128, None, 0, [0, 0]]]]
+    row += [5, 1.0, False, 0.0, 1.0, None, b"", -1.0, [], None, 0, False]
     assert msgspec.msgpack.decode(encode(step)) == row
     assert decoder(Message).decode(encode(step)) == step
 

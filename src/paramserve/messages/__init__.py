@@ -1,9 +1,9 @@
 """Everything that crosses a process: the header of each frame as a typed struct.
 
-A frame is a fixed prelude (`transport/framing.py`), one of these structs in msgpack, and a raw
-payload. Bulk values never lie in a header. Where a part of a request has an `arena`, number 0 means
-that its bytes follow in the frame's payload (or come back in the reply's), part after part, each
-padded to `ALIGN`; another number names a shared arena of this client, and `offset` a place in it.
+A frame is a fixed prelude, one of these structs in msgpack, and a raw payload, with a table of
+where it belongs (`transport/framing.py`). Bulk values never lie in a header. Where a part of a
+request has an `arena`, this names a shared arena of this client, and `offset` a place in it; a
+server that does not map the arena has a mirror of it, to which the payload brings the bytes.
 
 By who talks to whom: `opening` (the first on every connection), `requests` (client to shard) and
 `answers` (shard to client), `peers` (shard to shard), `coordinator`, and of its messages `leases`
@@ -139,6 +139,7 @@ from paramserve.messages.wire import ALIGN, PROTOCOL_VERSION, Run, decoder, enco
 Message = (
     Hello
     | Welcome
+    | Arenas
     | ShardRequest
     | Batch
     | Inquire

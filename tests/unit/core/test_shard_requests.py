@@ -304,7 +304,7 @@ def test_snapshot_that_finds_no_memory_is_dropped_and_the_update_stays(
     assert all(isinstance(one.answers(client)[-1], Done) for client in (WORKER, OTHER))
     assert one.value() == [2.0] * 4
     taken = done(one.send(READER, TakeSnapshot(0, 0, 0, ())))
-    assert (taken.taken, taken.dropped) == (-1, one.shards[0].groups[0].state.version)
+    assert (taken.snapshot, taken.dropped) == (-1, one.shards[0].groups[0].state.version)
 
 
 def test_snapshot_keep_is_bounded_and_zero_ends_watching() -> None:
