@@ -407,7 +407,8 @@ class Life:
         if serving and self.state in ("starting", "resuming"):
             self.state = "running"
             self._effects.append(Serving())
-        finished = decision.finished or self._done or self._workers_have_stopped(now)
+        stopped = self._workers_have_stopped(now)
+        finished = stopped or self._done or (decision.finished and not self.dismissed)
         if self._rest and not finished and self.roster.entries[COORDINATOR].ready:
             self._launch(now)
         if self.state != "finishing" and finished:
@@ -429,10 +430,14 @@ class Life:
         return self._unwritten if self._unwritten is not None else self._request
 
     def _workers_have_stopped(self, now: float) -> bool:
-        """If a stop is wanted: whether the workers have ended; those that are slow are killed."""
+        """If a stop is wanted: whether the workers' functions have ended; slow ones are killed."""
         if self._stop_at is None or self.state in ("resuming", "finishing"):
             return False
-        running = _keys(entry for entry in self.roster.running if entry.key.kind == "worker")
+        running = _keys(
+            entry
+            for entry in self.roster.running
+            if entry.key.kind == "worker" and entry.returned is None
+        )
         if not self.dismissed:
             self.dismissed = True
             self.roster.dismiss_workers()

@@ -178,6 +178,17 @@ def test_stop_dismisses_workers_and_collects() -> None:
     assert len(world.of(Collect)) == 1
 
 
+def test_stop_collects_when_the_last_worker_has_ended() -> None:
+    world = served(collects=True, deaf=["worker"])
+    world.step(Stop())
+    world.step(after_s=DEADLINES.stop_s / 2)
+    world.end(WORKER)
+    assert (world.life.state, world.of(Collect)) == ("running", [])
+    world.step(after_s=DEADLINES.stop_s / 2)
+    world.step()
+    assert (world.of(Kill)[0], len(world.of(Collect))) == (Kill((OTHER,)), 1)
+
+
 def test_stop_before_the_servers_are_up_kills_workers_that_do_not_end() -> None:
     world = World(collects=True, deaf=["worker"])
     world.step(Stop())
