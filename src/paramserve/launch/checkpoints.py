@@ -67,7 +67,7 @@ OF_VALUES = ("load_state", "load_tables", "save_tables")
 """Fields of `Checkpoint` about files besides checkpoints."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """What a run saves and what it starts from, for `checkpoint=` of `run` and `start`.
 

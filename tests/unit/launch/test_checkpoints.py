@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.needs import needs
 from tests.suites import each_case
 from tests.unit.checkpoint import sample
@@ -298,3 +299,8 @@ def test_status_and_rollback_in_words() -> None:
     anew = Rollback(gone, "", dict.fromkeys("abcd", 2), {}, 1, 1.5)
     assert "from its beginning, without a checkpoint ('a' from clock 2 to 0, " in anew.line()
     assert anew.line().endswith("and 1 more); at least 1 update is lost")
+
+
+def test_checkpoints_with_tensors_are_compared_as_objects() -> None:
+    one, other = (Checkpoint(load_state={"w": torch.zeros(2)}) for _ in range(2))
+    assert len({one, other}) == 2
