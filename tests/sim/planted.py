@@ -515,7 +515,7 @@ def repeated_step_has_newer_values(monkeypatch: pytest.MonkeyPatch) -> type[Simu
 
     def reads_again(shard: Shard, event: Requested) -> None:
         session, message = shard.sessions.by_client.get(event.client), event.message
-        if isinstance(message, Step) and session and message.seq in session.outcomes():
+        if isinstance(message, Step) and session and message.seq in session._outcomes:
             for place in message.pull:
                 block = shard.blocks[place.block]
                 event.memory.at(place.arena, place.offset, block)[...] = block.value

@@ -264,7 +264,7 @@ def outcome_forgotten(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]
     """Outcomes are not kept: a request that comes again cannot be answered."""
 
     class KeepsNone(ShardSession):
-        def record(self, answer: Answer) -> None:
+        def keep_outcome(self, answer: Answer) -> None:
             pass
 
     monkeypatch.setattr(sessions_module, "ShardSession", KeepsNone)

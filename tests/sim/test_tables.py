@@ -140,7 +140,7 @@ def resent_delete_removes_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def again(shard: Shard, event: Requested) -> None:
         session, message = shard.sessions.by_client.get(event.client), event.message
-        if isinstance(message, Delete) and session and message.seq in session.outcomes():
+        if isinstance(message, Delete) and session and message.seq in session._outcomes:
             delete(shard._group_of(message.block), message, event.memory)
         requested(shard, event)
 
