@@ -35,7 +35,7 @@ from paramserve.messages import (
     ShardRequest,
     Step,
 )
-from paramserve_testing import SimulatedCluster
+from paramserve_testing import Faults, SimulatedCluster
 from paramserve_testing.client import SimulatedClient
 
 
@@ -60,7 +60,8 @@ def reads_pass_by_what_was_sent_before(
 
 
 def repeated_read_is_executed_again(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
-    """Values are written once more to memory that the client may use for something else by then."""
+    """Values are written once more to memory that the client may use for something else by then: it
+    shows where a gradient lies there, in memory that is shared."""
 
     class ForgetsReads(ShardSession):
         last_read = property(lambda session: 0, lambda session, seq: None)  # type: ignore[assignment]
@@ -356,6 +357,11 @@ def refused_step_ends_no_clock(monkeypatch: pytest.MonkeyPatch) -> type[Simulate
     return with_group(monkeypatch, Waits)
 
 
+REPEATED_READS: dict[str, Any] = {
+    "faults": Faults(slow=0.2, duplicate=0.4),
+    "links": "shared",
+    "outstanding": 1,
+}
 RESTARTS_SYNC: tuple[Plant, ...] = (
     restarting_worker_not_waited_for,
     restarted_worker_begins_at_clock_0,
@@ -388,5 +394,5 @@ ASYNC: tuple[Plant, ...] = (
 )
 DEATHS_BY_CLOCK: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (propose_ignored, Sync(reduce="sum"), {"faults": DEATHS}),
-    (repeated_read_is_executed_again, BoundedStaleness(4), {}),
+    (repeated_read_is_executed_again, BoundedStaleness(4), REPEATED_READS),
 )
