@@ -32,12 +32,11 @@ from paramserve.compiling import load_codecs
 from paramserve.config import Deadlines
 from paramserve.consistency.built_in import AsyncLocalSteps, LocalSteps
 from paramserve.core.block import ShardBlock
-from paramserve.core.partition import Block
+from paramserve.core.partition import PIECE_BYTES_MIN, Block
 from paramserve.messages import Piece, PlaceBlock
 from paramserve.rules import Add, Hyper, PushInfo, Run
 from paramserve.rules.compiled import compiled
 from paramserve_testing.client import SimulatedClient
-from paramserve_testing.counting import SPLIT_BYTES
 from paramserve_testing.history import Call, History
 from paramserve_testing.network import Faults
 from paramserve_testing.scenario import Scenario
@@ -124,7 +123,8 @@ class AddSteps(Add):
 
 
 class StepsCounting(Parameters):
-    """A model whose values count own steps, in a block for each fragment.
+    """A model whose values count own steps, in a block for each fragment. Each block is split over
+    all servers, as a large one is.
 
     Element w of each shard's part of a block is the count of writer w.
     """
@@ -133,7 +133,7 @@ class StepsCounting(Parameters):
 
     def __init__(self, policy: LocalSteps | AsyncLocalSteps, servers: int) -> None:
         fragments = policy.fragments if isinstance(policy, LocalSteps) else 1
-        size = SPLIT_BYTES // 4 + servers * WRITERS_MAX
+        size = servers * PIECE_BYTES_MIN // 4
         self.blocks = {f"part.{n}": (Piece(f"part.{n}", (size,)),) for n in range(fragments)}
         self.values = fragments * size
         self._policy = policy
