@@ -26,6 +26,7 @@ from benchmarks.tables_load import (
     keys_of,
 )
 from benchmarks.workloads import medians
+from paramserve.rules import Rule
 
 WARM_CALLS = 12
 """Calls to a table that grows before the one that is timed."""
@@ -85,7 +86,7 @@ def _run(work: Callable[..., dict[str, float]], load: TableLoad) -> dict[str, fl
     return figures
 
 
-def _table(worker: ps.Worker, load: TableLoad, rule: ps.Rule, name: str = "rows") -> ps.Table:
+def _table(worker: ps.Worker, load: TableLoad, rule: Rule, name: str = "rows") -> ps.Table:
     return worker.client.table(name, dim=load.dim, rule=rule, init=ps.Uniform(-0.5, 0.5))
 
 
