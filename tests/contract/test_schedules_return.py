@@ -154,7 +154,10 @@ def test_loop_over_the_loaders_epochs_goes_on_in_the_epoch_that_is_not_done(
     rates = {2: 0.1, 3: 0.05, 4: 0.025}
     assert sorted(took) == [(e, sample, rate) for e, rate in rates.items() for sample in range(16)]
     left_out = [(rank, epoch)] if batch == END else []
-    assert sorted(ended + left_out) == [(each, number) for each in (0, 1) for number in rates]
+    missing = {(each, number) for each in (0, 1) for number in rates} - {*ended, *left_out}
+    late = {(rank, 4)} if shards == "dynamic" else set()  # the other one may have taken all of it
+    assert len(ended) == len({*ended})
+    assert missing <= late
 
 
 def test_epochs_of_a_loader_are_those_of_range_where_nothing_is_done(

@@ -12,11 +12,13 @@ import numpy as np
 from tests.faults.restart_victims import gradient_of
 
 import paramserve as ps
+from paramserve.core.partition import PIECE_BYTES_MIN
 
 STEP_S = 0.005
-SIZE = 20_000
-SHARES = 4
-"""Rows of `counts`, which lie on all servers."""
+SIZE = 3 * PIECE_BYTES_MIN // 4
+"""Parameters in float32, of which three servers have some."""
+COUNTED = (4, 3, PIECE_BYTES_MIN // 24 + 1)
+"""Shape of what `counts` adds to: elements of each rank on all of four servers."""
 
 
 def regress(worker: ps.Worker, steps: int) -> int:
@@ -45,8 +47,8 @@ def counts(worker: ps.Worker, steps: int, log: str) -> int:
     that was acknowledged; a line is on the disk before the next push.
     """
     client, began, rank = worker.client, worker.clock, worker.rank
-    client.define("w", np.zeros((SHARES, 3)), rule=ps.Add())
-    own = np.zeros((SHARES, 3))
+    client.define("w", np.zeros(COUNTED), rule=ps.Add())
+    own = np.zeros(COUNTED)
     own[:, rank] = 1.0
     with open(f"{log}-{rank}", "a") as file:
 

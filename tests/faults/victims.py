@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 import paramserve as ps
+from paramserve.core.partition import PIECE_BYTES_MIN
 
-SIZE = 7_850
-"""Weights and biases of a softmax regression on MNIST."""
+SIZE = 3 * PIECE_BYTES_MIN // 4
+"""Parameters in float32, so many that three servers have some: first the weights and biases of a
+softmax regression on MNIST."""
 STEPS = 100_000
 """More than any test waits for."""
 
@@ -40,13 +42,14 @@ def regress(worker: ps.Worker, pipe: str = "", at: int = -1, steps: int = STEPS)
         if step == at and worker.rank == 0:
             tell(pipe, "here")
         rows = random.integers(512, size=32)
-        weights, bias = flat[:7840].reshape(784, 10), flat[7840:]
+        weights, bias = flat[:7840].reshape(784, 10), flat[7840:7850]
         scores = images[rows] @ weights + bias
         share = np.exp(scores - scores.max(1, keepdims=True))
         share /= share.sum(1, keepdims=True)
         share[np.arange(32), labels[rows]] -= 1
-        gradient = np.concatenate([(images[rows].T @ share).ravel(), share.sum(0)]) / 32
-        flat = client.push_pull({"w": gradient.astype(np.float32)}, tick=True)["w"]
+        gradient = np.zeros(SIZE, np.float32)
+        gradient[:7850] = np.concatenate([(images[rows].T @ share).ravel(), share.sum(0)]) / 32
+        flat = client.push_pull({"w": gradient}, tick=True)["w"]
         worker.log(norm=float(np.abs(flat).sum()))
     return step + 1
 

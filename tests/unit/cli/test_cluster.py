@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import stat
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_serve_beyond_this_machine_without_tls_warns(
     async def serve_no_client(*_: object) -> None: ...
 
     monkeypatch.setattr(serving, "_serve", serve_no_client)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it ignores the next ones
     path = str(tmp_path / "token")
     call("token", path)
     assert call("serve", "--bind", f"{host}:1", "--token-file", path).exit_code == 0
