@@ -39,7 +39,7 @@ from msgspec import structs
 from paramserve.config import NO_RANK
 from paramserve.core.cut_parts import ShardCut
 from paramserve.core.decisions import LEAD
-from paramserve.core.events import CutReleased, GroupEffect, NotifyCoordinator, Reply, Send
+from paramserve.core.events import GroupEffect, NotifyCoordinator, RecheckStopped, Reply, Send
 from paramserve.core.flush import AHEAD_LIMIT_S, NO_GROUP, Flush, limit_s
 from paramserve.core.group import GroupMachine
 from paramserve.core.replies import refusal
@@ -580,7 +580,7 @@ class CutAgreement:
             self._clients |= dict(message.clients)
             self._clocks |= dict(message.groups)
             self.settling = True
-            self._outbox.append(CutReleased())
+            self._outbox.append(RecheckStopped())
 
     def _answer_again(self, number: int) -> None:
         """Report a cut's outcome here to shard 0, which does not have it."""
@@ -656,7 +656,7 @@ class CutAgreement:
             self._longest_s = max(self._longest_s, self._now - self._stopped_at)
         self._current_ask = self._at = None
         self.stops = self.settling = self._ahead = False
-        self._outbox.append(CutReleased())
+        self._outbox.append(RecheckStopped())
 
     # --- parts that are kept, and time -----------------------------------------------------------
 
@@ -682,7 +682,7 @@ class CutAgreement:
         return part
 
     def hold(self, number: int, now: float) -> ShardCut:
-        """Cut this shard as `part` does, and keep the cut until `let_go`."""
+        """Return this shard's part of a cut, as `part` does, and keep it until `let_go`."""
         part = self.part(number, now)
         part.keep_until = inf
         return part

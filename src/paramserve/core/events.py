@@ -137,17 +137,27 @@ class NotifyCoordinator(Struct, frozen=True):
     message: CutTaken
 
 
-class Stop(Struct, frozen=True):
-    """A clock was the flush of this number, which a cut waits for; 0: of none."""
+class StopBehindFlush(Struct, frozen=True):
+    """Stop the shard until the cut begins that waits for a flush: the flush has been committed."""
 
     flush: int
+    """Number of that flush; 0: the clock was none, and the shard does not stop."""
 
 
-class CutReleased(Struct, frozen=True):
-    """Execute what waits behind a cut, as far as it is allowed now."""
+class RecheckStopped(Struct, frozen=True):
+    """Execute what waits while the shard stops for a cut, as far as it is allowed now."""
 
 
-GroupEffect = Reply | Send | Enter | Counted | RecheckHeld | NotifyCoordinator | Stop | CutReleased
+GroupEffect = (
+    Reply
+    | Send
+    | Enter
+    | Counted
+    | RecheckHeld
+    | NotifyCoordinator
+    | StopBehindFlush
+    | RecheckStopped
+)
 """What the machine of a group, or a cut, asks of its shard."""
 
 

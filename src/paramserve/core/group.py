@@ -20,7 +20,7 @@ from paramserve.consistency.base import ADMIT, Admit, Wait, new_pull
 from paramserve.core import collecting, group_waits, policy_calls, stepping
 from paramserve.core.commit import Contribution, Lead
 from paramserve.core.decisions import LEAD, DecisionLog
-from paramserve.core.events import Counted, GroupEffect, RecheckHeld, Reply, Send, Stop
+from paramserve.core.events import Counted, GroupEffect, RecheckHeld, Reply, Send, StopBehindFlush
 from paramserve.core.followers import Followers
 from paramserve.core.group_membership import MembershipAgreement
 from paramserve.core.group_reads import GroupReads
@@ -676,7 +676,7 @@ class GroupMachine:
                 contributions[rank].step.flush and not flush
             ):  # before anything that is sent behind it
                 flush = collecting.flush_of(state, contributions)
-                self._outbox.append(Stop(flush))
+                self._outbox.append(StopBehindFlush(flush))
             if contributions[rank].step.mark is not None:
                 state.mark(contributions[rank].session.client, contributions[rank].step.mark)
         state.commit()

@@ -68,9 +68,9 @@ class MembershipAgreement:
     def members_changed(self) -> None:
         """End the memberships of ranks that have ended; on the lead."""
         members = self._state.members
-        ended = {rank: by for rank, by in members.joined.items() if rank in members.live}
-        if self._decisions.leads and len(ended) < len(members.joined):
-            self._decide(ended)
+        remaining = {rank: by for rank, by in members.joined.items() if rank in members.live}
+        if self._decisions.leads and len(remaining) < len(members.joined):
+            self._decide(remaining)
 
     def _decide(self, joined: Mapping[int, JoinedBy]) -> None:
         entries = tuple((rank, *by) for rank, by in sorted(joined.items()))

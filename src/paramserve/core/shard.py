@@ -29,7 +29,6 @@ from paramserve.core.events import (
     ClientBye,
     ClientGone,
     Counted,
-    CutReleased,
     CutWanted,
     DeadlineReached,
     Effects,
@@ -41,10 +40,11 @@ from paramserve.core.events import (
     MembersChanged,
     NotifyCoordinator,
     RecheckHeld,
+    RecheckStopped,
     Reply,
     Requested,
     Send,
-    Stop,
+    StopBehindFlush,
 )
 from paramserve.core.flush import note
 from paramserve.core.followers import Followers
@@ -284,7 +284,7 @@ class Shard:
                 case Reply(session, answer):
                     self._answer(session, answer)
                     if session.queue:
-                        self._resume(session)
+                        self._run_queue(session)
                 case Send(shard, message):
                     if shard == self.number:
                         self._from_shard(message)
@@ -308,17 +308,17 @@ class Shard:
                             waiting.hold(session, request)
                             continue
                         self._execute(session, request)
-                        self._resume(session)
+                        self._run_queue(session)
                     for session in waiting.reads.take_waiting() if waiting is not None else ():
                         self.reads.answer_waiting(session, self._now, self._effects.replies)
                 case NotifyCoordinator(message):
                     self._effects.notices.append(message)
-                case Stop(flush):
+                case StopBehindFlush(flush):
                     self.cuts.stop_behind(flush, self._now)
-                case CutReleased():
-                    self._go_on()
+                case RecheckStopped():
+                    self._recheck_stopped()
 
-    def _resume(self, session: ShardSession) -> None:
+    def _run_queue(self, session: ShardSession) -> None:
         """Execute what waits behind a request that is answered now."""
         while session.queue and session.held is None:
             if self._stops(session, session.queue[0].message.seq):
@@ -329,7 +329,7 @@ class Shard:
         """Whether a request is not executed before a cut is over."""
         return self.cuts.stops and not self.cuts.allows(session, seq)
 
-    def _go_on(self) -> None:
+    def _recheck_stopped(self) -> None:
         """A cut is over, or more is allowed: do what waits behind it."""
         deferred, self._deferred = self._deferred, []
         for event in deferred:
@@ -338,7 +338,7 @@ class Shard:
         for machine in self.groups.values():
             machine.look_again()
         for session in list(self.sessions.by_client.values()):
-            self._resume(session)
+            self._run_queue(session)
         byes = [event for event in deferred if isinstance(event, ClientBye)]
         if byes:  # what they have sent may wait for steps that are released only now
             self._empty_outbox()
@@ -554,7 +554,7 @@ class Shard:
             case Assign() as message:
                 return assign(self._group_of(message.block), message, memory)
             case Fetch() | Scan() | Contains() | TakeSnapshot() as message:
-                return self._read(session, message, memory)
+                return self._answer_numbered_read(session, message, memory)
             case Put() as message:
                 return put(self._group_of(message.block), message, memory)
             case Delete() as message:
@@ -581,7 +581,7 @@ class Shard:
         self.cuts.want(message.groups, False, session, self._now)
         return None
 
-    def _read(
+    def _answer_numbered_read(
         self,
         session: ShardSession,
         message: Fetch | Scan | Contains | TakeSnapshot,
