@@ -155,7 +155,7 @@ def held_reply_lost_on_reconnect(monkeypatch: pytest.MonkeyPatch) -> type[Simula
         def _client_here(self, event: ClientHere) -> None:
             session = self.sessions.by_client.get(event.client)
             if session is not None:
-                session.held = session.done = None
+                session.held = session.applied = None
                 session.queue.clear()
             super()._client_here(event)
 

@@ -153,11 +153,11 @@ def delete_overtakes_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def at_once(shard: Shard, event: Requested) -> None:
         session = shard.sessions.by_client[event.client]
-        held, done = session.held, session.done
+        held, applied = session.held, session.applied
         if isinstance(event.message, Delete) and held is not None:
             session.held = None
             requested(shard, event)
-            session.held, session.done = held, done
+            session.held, session.applied = held, applied
         else:
             requested(shard, event)
 

@@ -381,8 +381,8 @@ class CutAgreement:
         checkpoint = leading.request.ask.checkpoint
         end = CutOver(message.number, read, unequal, version, tuple(sorted(over)), checkpoint)
         self._outbox.extend(Send(shard, end) for shard in range(self._shards))
-        if session is not None and session.done is not None:
-            answer = Answer(Done(session.done.seq, cut=message.number))
+        if session is not None and session.applied is not None:
+            answer = Answer(Done(session.applied.seq, cut=message.number))
             self._outbox.append(Reply(session, answer))
         if checkpoint and part is not None:
             if _same_rows(leading):
@@ -406,9 +406,9 @@ class CutAgreement:
         leaves_out, request.leaves_out = request.leaves_out, self._note_late(leading)
         if self._now < request.until or (request.leaves_out and not leaves_out):
             self._requests.append(request)
-        elif request.session is not None and request.session.done is not None:
+        elif request.session is not None and request.session.applied is not None:
             error = Overloaded(self._why(leading), fix=FIX)
-            refused = refusal(request.session.done.seq, error)
+            refused = refusal(request.session.applied.seq, error)
             self._outbox.append(Reply(request.session, Answer(refused)))
         elif request.ask.checkpoint:
             self._notify(CutTaken(request.ask.checkpoint, failed=self._why(leading), fix=FIX))
@@ -536,7 +536,7 @@ class CutAgreement:
             number: set(each.state.collect.pending) for number, each in self._groups.items()
         }
         for session in self._sessions.by_client.values():
-            if session.fenced_by is None and session.done is None:
+            if session.fenced_by is None and session.applied is None:
                 steps = self._left_of_call(session)
                 split += [(session, steps)] if steps else []
                 for step in steps:

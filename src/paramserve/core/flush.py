@@ -40,8 +40,8 @@ def feeding_back(sessions: Sessions) -> list[ShardSession]:
 
 def groups_left(session: ShardSession) -> set[int]:
     """Groups whose gradients lack something, also by an applied step that waits to read."""
-    pushed, done = session.pushed, session.done
-    if pushed is None or not pushed.leaves or done is None or done.skipped:
+    pushed, applied = session.pushed, session.applied
+    if pushed is None or not pushed.leaves or applied is None or applied.skipped:
         return session.left_out
     return session.left_out | {pushed.group}
 

@@ -123,8 +123,8 @@ class GroupMachine:
         state, rank, step = self.state, session.rank, request.message
         assert type(step) is Step
         state.now = now
-        if session.done is not None:
-            return self._read_at_last(session, request, session.done)
+        if session.applied is not None:
+            return self._read_at_last(session, request, session.applied)
         if state.table is not None:
             state.table.clock = state.members.slowest
         steps = bool(step.push or step.tick or step.skip)
@@ -197,7 +197,7 @@ class GroupMachine:
                 self._tick(session, step)
         if self._looking:  # what the tick has released may push before this step reads
             self.hold(session, request)
-            session.done = done
+            session.applied = done
             return None
         answer = self._read(session, request, done, written)
         if epoch.guarded:  # a user's policy may look at anything
@@ -295,7 +295,7 @@ class GroupMachine:
                 raise
             if admission is not ADMIT and isinstance(admission, Wait):
                 self.hold(session, request)
-                session.done = done
+                session.applied = done
                 return None
             if epoch.policy.keeps_reads or state.reads.by_rank:
                 self.reads.keep(epoch, rank, step.pull)
@@ -345,7 +345,7 @@ class GroupMachine:
             return
         self.waiting.pop(session.client, None)
         error = session.fenced()
-        pushed = session.done is not None and isinstance(request.message, Step)
+        pushed = session.applied is not None and isinstance(request.message, Step)
         error.applied = "yes" if pushed else "no"
         self._outbox.append(Reply(session, Answer(refusal(request.message.seq, error))))
 

@@ -304,7 +304,7 @@ class Shard:
                         if request is None:
                             continue
                         assert waiting is not None
-                        if session.done is None and self._stops(session, request.message.seq):
+                        if session.applied is None and self._stops(session, request.message.seq):
                             waiting.hold(session, request)
                             continue
                         self._execute(session, request)
@@ -537,7 +537,7 @@ class Shard:
             message = structs.replace(answer.message, flush=flush.request)
             answer = structs.replace(answer, message=message)
         session.keep_outcome(answer)
-        session.held = session.done = None
+        session.held = session.applied = None
         self._effects.replies.append((session.client, answer))
         if session.reads:
             self.reads.answer_waiting(session, self._now, self._effects.replies)
@@ -577,7 +577,7 @@ class Shard:
         """Hold the request on shard 0 until the cut is complete; it has no other effect."""
         if self.number != LEAD:
             return Answer(Done(message.seq))
-        session.held, session.done = request, Done(message.seq)
+        session.held, session.applied = request, Done(message.seq)
         self.cuts.want(message.groups, False, session, self._now)
         return None
 
@@ -756,10 +756,10 @@ class Shard:
         machine = self._group(message.group)
         others = [self.groups[each] for each in message.others if each in self.groups]
         rank, client = session.rank, session.client
-        if session.done is None:  # else it was held
+        if session.applied is None:  # else it was held
             machine.check_join(session)
             stays = self.followers.begin(rank, client, message) if self.decisions.leads else ()
-            session.done = Done(message.seq)
+            session.applied = Done(message.seq)
             if message.others:
                 self.sessions.break_call(rank)
             for other in others:

@@ -177,8 +177,9 @@ class ShardSession:
         """The last read of the present connection."""
         self.held: Request | None = None
         """Executed as far as possible, not answered."""
-        self.done: Done | None = None
-        """What the held request has done already; None: nothing yet."""
+        self.applied: Done | None = None
+        """Outcome of the held request, if that has had its effect here and only its answer waits:
+        to read, or for a decision about members or a cut. None: it has had none."""
         self.live = False
         """Whether this is the newest incarnation of a member that clocks wait for."""
         self.fenced_by: Member | None = None
@@ -216,8 +217,8 @@ class ShardSession:
     def record(self, last: int) -> SessionRecord:
         """The session as it is now; `last` is its last number that is in the cut."""
         outcomes = {seq: each for seq, each in self._outcomes.items() if seq <= last}
-        if self.done is not None and self.done.seq <= last:
-            outcomes[self.done.seq] = self.done  # it waits to read, which is none of the cut
+        if self.applied is not None and self.applied.seq <= last:
+            outcomes[self.applied.seq] = self.applied  # it waits to read, which is none of the cut
         return SessionRecord(
             self.client,
             self.incarnation,
@@ -241,7 +242,7 @@ class ShardSession:
     def executed(self) -> int:
         """The last number whose request has had its effect, though it may wait to read."""
         if self.held is not None:
-            return self.held.message.seq - (self.done is None)
+            return self.held.message.seq - (self.applied is None)
         return self.queue[0].message.seq - 1 if self.queue else self.last
 
     @property
