@@ -32,7 +32,7 @@ from paramserve.core.client_session import Operation
 from paramserve.core.partition import Block
 from paramserve.core.policy_epochs import CHANGES_MAX
 from paramserve.core.policy_traits import GroupTraits
-from paramserve.core.resumption import not_joined, resume
+from paramserve.core.resumption import clocks_to_resume, not_joined
 from paramserve.errors import NotAMember, ParamServeError, PushTimeout, Timeout
 from paramserve.messages import (
     Done,
@@ -137,7 +137,7 @@ class Steps(ClientClocks):
         for beat in beats:
             for report in beat.groups:
                 by_name.setdefault(report.name, []).append(report)
-        for name, position in resume(reports, self._rank).items():
+        for name, position in clocks_to_resume(reports, self._rank).items():
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self.learn(news)
             self.go_on(name, position.clock)

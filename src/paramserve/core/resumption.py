@@ -16,7 +16,7 @@ class Resumption(NamedTuple):
     """Steps from there on that some shard has had from an older incarnation."""
 
 
-def resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Resumption]:
+def clocks_to_resume(reports: Sequence[Sequence[GroupReport]], rank: int) -> dict[str, Resumption]:
     """Clocks that a new incarnation takes over, or a new worker begins with, by group.
 
     In Sync the last step of an older one is in its clock if every shard has it, decided or not:
@@ -50,7 +50,7 @@ def not_joined(reports: Sequence[Sequence[GroupReport]], rank: int) -> frozenset
     its way, joining once more waits for it and changes nothing.
 
     Args:
-        reports: as for `resume`.
+        reports: as for `clocks_to_resume`.
         rank: of the worker.
     """
     every = [report for shard in reports for report in shard]

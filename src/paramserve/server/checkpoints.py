@@ -225,8 +225,10 @@ class PartWriter:
         self._writing = None
 
 
-def resume(shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | None = None) -> None:
-    """Let a new shard begin with what a checkpoint has.
+def restore_from_checkpoint(
+    shard: Shard, plan: CheckpointPlan, now: float, storage: Storage | None = None
+) -> None:
+    """Restore a new shard from its part of a checkpoint.
 
     Args:
         now: as `Shard.step`.

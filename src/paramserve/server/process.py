@@ -20,7 +20,7 @@ from paramserve.engine.child import Bootstrap, call_soon
 from paramserve.logs import hide
 from paramserve.messages import Hello, Ok, Reconnect, Register
 from paramserve.recent import recorded
-from paramserve.server.checkpoints import resume
+from paramserve.server.checkpoints import restore_from_checkpoint
 from paramserve.server.cut_memory import PreparedMemory
 from paramserve.server.role import Control, ServerRole
 from paramserve.transport.control import ControlLink
@@ -53,7 +53,7 @@ def new_shard(config: ServerConfig, registered: Registered = NOTHING) -> Shard:
         first_stream=1 + secrets.randbits(62),
     )
     if config.checkpoints.resume:
-        resume(shard, config.checkpoints, SYSTEM.monotonic())
+        restore_from_checkpoint(shard, config.checkpoints, SYSTEM.monotonic())
     return shard
 
 

@@ -13,7 +13,7 @@ from tests.unit.core.test_calls_again import clock, go_on, rig
 from paramserve.consistency.built_in import Async, Sync
 from paramserve.consistency.registry import spec
 from paramserve.core.events import ClientBye, CutWanted, FromShard
-from paramserve.core.resumption import resume
+from paramserve.core.resumption import clocks_to_resume
 from paramserve.messages import CutAsk, Done, JoinGroup, LogEntry, Refused
 
 AGAIN = 3
@@ -35,7 +35,7 @@ def call(
 
 def clocks(one: Rig) -> list[int]:
     """Where the next incarnation of rank 0 goes on, by group."""
-    found = resume([shard.report() for shard in one.shards], 0)
+    found = clocks_to_resume([shard.report() for shard in one.shards], 0)
     return [found[name].clock for name in sorted(found)]
 
 

@@ -19,7 +19,7 @@ from paramserve.core.events import (
     FromShard,
     Inquired,
 )
-from paramserve.core.resumption import resume
+from paramserve.core.resumption import clocks_to_resume
 from paramserve.core.shard_sessions import SESSION_KEEP_S
 from paramserve.messages import (
     Commit,
@@ -395,7 +395,7 @@ def restart(one: Rig, *, older: int = FIRST, newer: int = SECOND, incarnation: i
     one.tell(one.members((older, incarnation - 1, "restarting"), (OTHER, 1, "live")))
     one.join(newer, 0, incarnation=incarnation)
     one.tell(one.members((newer, incarnation, "live"), (OTHER, 1, "live")))
-    return resume([shard.report() for shard in one.shards], 0)["group 0"].clock
+    return clocks_to_resume([shard.report() for shard in one.shards], 0)["group 0"].clock
 
 
 def both(one: Rig, client: int, number: float, **options: Any) -> None:
@@ -544,7 +544,7 @@ def report(*clocks: tuple[int, int], held: tuple[tuple[int, int], ...] = ()) -> 
 def test_resume_in_async_takes_the_smallest_clock(
     shards: list[list[GroupReport]], clock: int, repeated: int
 ) -> None:
-    assert resume(shards, 0) == {"model": (clock, repeated)}
+    assert clocks_to_resume(shards, 0) == {"model": (clock, repeated)}
 
 
 @each_case(
@@ -563,7 +563,7 @@ def test_resume_in_sync_goes_on_behind_what_all_shards_have(
     shards: list[list[GroupReport]], clock: int
 ) -> None:
     collecting = [[structs.replace(each, collects=True) for each in shard] for shard in shards]
-    assert resume(collecting, 0) == {"model": (clock, 0)}
+    assert clocks_to_resume(collecting, 0) == {"model": (clock, 0)}
 
 
 def test_group_defined_after_a_death_waits_for_the_living() -> None:

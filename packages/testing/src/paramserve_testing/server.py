@@ -13,7 +13,7 @@ from paramserve.core.shard import Shard
 from paramserve.errors import ConnectTimeout
 from paramserve.messages import BlockSpec, Hello, Register, Scale, encode
 from paramserve.server import ServerRole
-from paramserve.server.checkpoints import resume
+from paramserve.server.checkpoints import restore_from_checkpoint
 from paramserve_testing.loop import VirtualLoop
 from paramserve_testing.nemesis import COORDINATOR, shard_place
 from paramserve_testing.network import NEAR, Bytes, Frame, Stream, peer_rates
@@ -57,7 +57,7 @@ class SimulatedServer:
         if disk is not None:
             answer_probe(disk, NONCE, number)
             if plan.resume:
-                resume(shard, plan, self.loop.time(), disk)
+                restore_from_checkpoint(shard, plan, self.loop.time(), disk)
         self.role = ServerRole(
             cluster.server_config(number),
             shard,
