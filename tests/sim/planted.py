@@ -546,8 +546,8 @@ def restarted_worker_does_not_enter(monkeypatch: pytest.MonkeyPatch) -> type[Sim
 
     resume = Steps.resume
 
-    def assumes(steps: Steps, told: Sequence[ServerBeat], *, returned: bool) -> None:
-        resume(steps, told, returned=False)
+    def assumes(steps: Steps, told: Sequence[ServerBeat], *, excluded: bool) -> None:
+        resume(steps, told, excluded=False)
 
     monkeypatch.setattr(Steps, "resume", assumes)
     monkeypatch.setattr(steps_module, "not_joined", lambda reports, rank: frozenset())

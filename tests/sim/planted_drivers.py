@@ -264,7 +264,7 @@ def refused_while_others_live(monkeypatch: pytest.MonkeyPatch) -> type[Simulated
     """A rank is refused where one has returned, although others live."""
 
     def without(self: Collectives, opened: _Open) -> list[int]:
-        return sorted(self._membership.returned - opened.sent.keys())
+        return sorted(self._membership.left_unasked - opened.sent.keys())
 
     monkeypatch.setattr(Collectives, "_returned_without", without)
     return SimulatedCluster

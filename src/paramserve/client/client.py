@@ -73,7 +73,7 @@ class Client:
         self.steps.first = connection.rank < connection.first
         connection.tell_sent(self.steps.sent_gradients)
         connection.tell_usage(self.steps.usage.report)
-        self.steps.resume(connection.resume_reports, returned=connection.returned)
+        self.steps.resume(connection.resume_reports, excluded=connection.excluded)
         self.directory = Directory(connection, self.steps)
         self._keyed = Keyed(connection, self.steps, self)
         self.dense = Dense(connection, self.steps, self.directory, self._keyed)

@@ -133,12 +133,12 @@ class Connection:
         rank: of the worker; -1 for a client that no worker waits for.
         incarnation: counts the restarts of this rank, from 1; 0 without a rank.
         workers: how many workers the cluster expects.
-        late: whether it joined while the others were under way, as a rank that was not there
+        added_late: whether it joined while the others were under way, as a rank that was not there
             before.
         restarts: whether another incarnation may go on for this one.
         consistency: the cluster's policy.
         deadlines: how long each wait may take.
-        returned: whether the others have gone on without this rank.
+        excluded: whether the others had gone on without this rank.
         first: how many workers the cluster was started for.
         before: how many the checkpoint is of that it has gone on from; 0: of none.
         keeps: whether its cluster writes checkpoints.
@@ -173,11 +173,11 @@ class Connection:
         self.rank = rank
         self.incarnation = joined.incarnation
         self.workers = joined.workers
-        self.late = joined.late and joined.incarnation == 1
+        self.added_late = joined.late and joined.incarnation == 1
         self.restarts = joined.restarts
         self.consistency = joined.consistency
         self.deadlines = deadlines
-        self.returned = joined.returned
+        self.excluded = joined.excluded
         self.first = joined.first
         self.before = joined.before
         self.keeps = joined.keeps

@@ -124,13 +124,13 @@ class Steps(ClientClocks):
         """Tell with steps of what this worker saves."""
         self._saving = saving
 
-    def resume(self, beats: Sequence[ServerBeat], *, returned: bool) -> None:
+    def resume(self, beats: Sequence[ServerBeat], *, excluded: bool) -> None:
         """Take over the clocks of this rank from its older incarnations, or the others' for a new
         one, and the groups' policies.
 
         Args:
             beats: by each shard.
-            returned: whether the others have gone on without this rank.
+            excluded: whether the others had gone on without this rank.
         """
         reports = [beat.groups for beat in beats]
         by_name: dict[str, list[GroupReport]] = {}
@@ -149,8 +149,8 @@ class Steps(ClientClocks):
             member = any(r == self._rank for each in by_name[name] for r, _ in each.clocks)
             self.steps_made[name] = position.clock if member else max(ended, default=0)
         self._initial_groups = frozenset(by_name)
-        self.first = self.first and not returned
-        late = by_name.keys() if returned else not_joined(reports, self._rank)
+        self.first = self.first and not excluded
+        late = by_name.keys() if excluded else not_joined(reports, self._rank)
         for name in late:
             self.membership.mark_pending(name)
         if len(by_name) - len(late) > 1:

@@ -418,7 +418,7 @@ class Collectives:
         others = members.keys() - opened.sent.keys()
         if len(opened.sent) > 1 or any(members[r].state not in (LEFT, DEAD) for r in others):
             return []
-        ranks = self._membership.returned & others
+        ranks = self._membership.left_unasked & others
         return sorted(rank for rank in ranks if not self._had_nothing_left(members[rank]))
 
     def _had_nothing_left(self, member: Member) -> bool:

@@ -67,8 +67,8 @@ class Membership:
         self.came_later: set[int] = set()
         """Clients of ranks that the others have been under way without: added ones, and those that
         have come again after they had ended for good."""
-        self.returned: set[int] = set()
-        """Ranks that have left without being asked to, and have not come again."""
+        self.left_unasked: set[int] = set()
+        """Ranks that have left without being asked to, and have not joined again."""
         self._enlisted: set[int] = set()
         """Shards that were given out to servers which have not registered yet."""
         self._next_client = 1
@@ -250,9 +250,9 @@ class Membership:
         self._restarting.pop(member.rank, None)
         before = self.members.get(member.rank)
         if member.state == LEFT and before is not None and before.state == LIVE:
-            self.returned.add(member.rank)
+            self.left_unasked.add(member.rank)
         else:
-            self.returned.discard(member.rank)
+            self.left_unasked.discard(member.rank)
         self.members[member.rank] = member
         self.number += 1
 

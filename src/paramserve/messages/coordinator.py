@@ -83,8 +83,8 @@ class Joined(Struct, frozen=True, array_like=True, tag="joined"):
     written."""
     heartbeat_s: float = 0.0
     """Seconds between two beats; see `Enlisted.heartbeat_s`."""
-    returned: bool = False
-    """Whether the rank had ended for good, so that the others went on without it."""
+    excluded: bool = False
+    """Whether the others had gone on without the rank, which had ended for good."""
     first: int = 0
     """Workers that the cluster was started for."""
     before: int = 0

@@ -139,7 +139,7 @@ class Adopted(ABC, Generic[B]):
         """A parameter that another optimizer has taken over since, and that optimizer's name."""
         self.unnamed = True
         """Whether no scheduler was named, as far as the first step has looked."""
-        self.late = worker.incarnation > 1 or worker.client.connection.late
+        self.late = worker.incarnation > 1 or worker.client.connection.added_late
         again = worker.incarnation > 1 and settings.name in worker.client.steps.resumed
         self._existing = ExistingBlocks(worker.client, settings.name, late=self.late, again=again)
         self.schedules = Schedules(

@@ -112,7 +112,7 @@ class LeasedLoader:
     def _epochs_left(self, epochs: int, start: int) -> Iterator[int]:
         worker = self._worker
         done = 0
-        if worker.incarnation > 1 or worker.client.connection.late:
+        if worker.incarnation > 1 or worker.client.connection.added_late:
             done = self._work.leave_out(max(epochs - start, 0))
             worker.course.steps_left = 0
         return loop(worker, start, done, epochs)

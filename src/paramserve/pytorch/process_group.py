@@ -97,8 +97,9 @@ def _check(client: Client) -> None:
             "a process group is for workers, and this client has no rank", fix="use a worker's"
         )
     joined = client.connection
-    if joined.incarnation > 1 or joined.late:
-        reason = f"was started again (incarnation {joined.incarnation})" if not joined.late else ""
+    if joined.incarnation > 1 or joined.added_late:
+        again = f"was started again (incarnation {joined.incarnation})"
+        reason = "" if joined.added_late else again
         raise ParamServeError(
             f"no process group for {who}, which {reason or 'came later than the others'}: a "
             "process group cannot take a worker in later",

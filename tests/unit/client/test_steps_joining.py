@@ -424,9 +424,9 @@ def test_added_rank_is_pending_in_a_group_that_is_new_unless_it_is_a_member_of_t
     assert (pending("a"), pending("later")) == (not member, not member)
 
 
-@each_case(("returned", "pending"), [(False, [A]), (True, [A, BB])])
+@each_case(("excluded", "pending"), [(False, [A]), (True, [A, BB])])
 def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
-    returned: bool, pending: list[Block]
+    excluded: bool, pending: list[Block]
 ) -> None:
     one = Joiner()
     without, has = ((0, 5),), ((0, 5), (7, 4))
@@ -435,7 +435,7 @@ def test_rank_is_pending_in_groups_that_a_shard_does_not_know_it_as_a_member_of(
         groups = (("a", a), ("bb", bb))
         return ServerBeat(shard, tuple(GroupReport(n, 0, c, 0, (), clock=5) for n, c in groups))
 
-    one.steps.resume([told(0, has, has), told(1, without, has)], returned=returned)
+    one.steps.resume([told(0, has, has), told(1, without, has)], excluded=excluded)
     assert one.pending() == pending
 
 
@@ -448,19 +448,19 @@ def test_later_incarnation_goes_on_with_the_first_group_at_its_own_clock(groups:
         GroupReport(name, 0, ((7, 4),), 0, (), held=((7, 3),) if name == "a" else (), collects=True)
         for name in ("a", "bb")[:groups]
     )
-    one.steps.resume([ServerBeat(0, reports), ServerBeat(1, reports)], returned=False)
+    one.steps.resume([ServerBeat(0, reports), ServerBeat(1, reports)], excluded=False)
     one.memory.clocks = (4, 4)
     one.step(A)
     assert one.said() == [(JOIN, 1, (2,))] * (groups > 1) + [(STEP, 1, 5)]
 
 
-@each_case("returned", [False, True])
+@each_case("excluded", [False, True])
 def test_rank_that_the_others_went_on_without_is_pending_in_a_group_that_is_new(
-    returned: bool,
+    excluded: bool,
 ) -> None:
     one = Bench()
-    one.steps.resume([ServerBeat(0, ()), ServerBeat(1, ())], returned=returned)
+    one.steps.resume([ServerBeat(0, ()), ServerBeat(1, ())], excluded=excluded)
     new = block_of({"of later": (30_000,)}, number=9, group="later", shards=2)
     one.memory.blocks[9] = new
     one.steps.defined(new)
-    assert one.steps.membership.pending("later") is returned
+    assert one.steps.membership.pending("later") is excluded

@@ -110,7 +110,7 @@ def test_last_rank_goes_on_without_a_restarted_one_that_had_nothing_left_to_do()
     ranks.dies(1)
     ranks.join(1)
     ranks.ended(1, LEFT)
-    ranks.membership.returned.add(1)
+    ranks.membership.left_unasked.add(1)
     assert ranks.call(0, 5.0, place=2) == 5.0
 
 

@@ -265,7 +265,7 @@ class FakeTicket:
 
 
 class FakeClient:
-    late = restarts = False
+    added_late = restarts = False
     epochs = 0
     run = 0
 

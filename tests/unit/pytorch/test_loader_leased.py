@@ -104,7 +104,7 @@ class FakeClient:
         self.control = FakeControl(cluster, worker)
         self._worker = worker
         self.next_mark: Callable[[], tuple[int, int] | None] | None = None
-        self.before, self.restarts, self.late, self.epochs = 0, False, False, 0
+        self.before, self.restarts, self.added_late, self.epochs = 0, False, False, 0
         self.incarnation, self.rank, self.workers = 1, worker.rank, len(cluster.ranks)
         self.pending = False
         self.retiring = False

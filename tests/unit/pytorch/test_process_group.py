@@ -56,7 +56,13 @@ def test_backend_is_nccl_where_each_has_a_device_of_its_own(
 
 
 def client(**changes: Any) -> Any:
-    facts = {"rank": 1, "workers": 2, "incarnation": 1, "late": False, "restarts": False} | changes
+    facts = {
+        "rank": 1,
+        "workers": 2,
+        "incarnation": 1,
+        "added_late": False,
+        "restarts": False,
+    } | changes
     joined = SimpleNamespace(**facts)
     ends = {"drain": lambda: None, "close": lambda leave=True: None}
     steps = SimpleNamespace(staged=Staging(), clocks={}, tell_saved=lambda: None)
@@ -68,7 +74,7 @@ def client(**changes: Any) -> Any:
     [
         ({"rank": -1}, "has no rank"),
         ({"incarnation": 3}, r"started again \(incarnation 3\)"),
-        ({"late": True}, "came later than the others"),
+        ({"added_late": True}, "came later than the others"),
     ],
 )
 def test_start_refuses_who_cannot_be_in_a_group(changes: dict[str, Any], match: str) -> None:

@@ -205,7 +205,7 @@ class ClientProcess(ABC):
         self.steps.first = self.rank < joined.first
         goes_on = joined.incarnation > 1 or joined.late
         told = self.exchange.reports(self._deadlines.start_s) if goes_on else []
-        self.steps.resume(told, returned=joined.returned)
+        self.steps.resume(told, excluded=joined.excluded)
         self.clocks = self.steps.clocks
         for history in self.cluster.histories.values():
             history.incarnations[self.writer] = joined.incarnation
