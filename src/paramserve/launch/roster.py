@@ -57,9 +57,10 @@ INSTEAD_OF_STOPPING = (
 
 
 class Launch(NamedTuple):
-    """Start these processes; an older one of the same key counts no more."""
+    """Start a process for each of these keys; an older process of the same key counts no more."""
 
     keys: tuple[Key, ...]
+    """Keys of workers, of servers or of the coordinator."""
 
 
 class Interrupt(NamedTuple):
@@ -256,8 +257,8 @@ class Roster:
         """Change how many workers are wanted from now on; those with the highest ranks retire.
 
         A worker that retires has `retire_s` to end by itself; one that is still starting is ended
-        at once. A rank that comes back while its process still runs is in `Decision.launch` when
-        that has ended.
+        at once. A rank that comes back while its process still runs is launched again when that
+        has ended (a `Launch` among `Decision.effects`).
 
         Returns:
             Ranks whose processes are to be started now.

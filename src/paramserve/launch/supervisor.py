@@ -248,7 +248,8 @@ class Supervisor:
         self._abandoned = True
         self._start_latch.set()
         if not self._watched:
-            self._run()  # here, unless the thread that watches was started all the same
+            # Here, unless the thread that watches was started all the same.
+            self._watch_until_over()
         self.ended.wait()
 
     # --- the start --------------------------------------------------------------------------------
@@ -260,7 +261,9 @@ class Supervisor:
         Raises:
             OSError, ParamServeError: a process could not be started. None is left.
         """
-        watch = threading.Thread(target=self._run, name="paramserve-supervisor", daemon=True)
+        watch = threading.Thread(
+            target=self._watch_until_over, name="paramserve-supervisor", daemon=True
+        )
         try:
             atexit.register(self.abandon)
             watch.start()
@@ -293,7 +296,8 @@ class Supervisor:
 
     # --- the thread -------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _watch_until_over(self) -> None:
+        """Watch until the life is over, then release everything and record the end. Once."""
         if not self._may_end.acquire(blocking=False):
             return
         self._start_latch.wait()
@@ -416,7 +420,7 @@ class Supervisor:
                 assert self._recovery is not None
                 self._happen(self._recovery.select(cause, damaged, self.overview.status))
             case life.Begin(cause, damaged, workers):
-                self._begin_again(cause, damaged, workers)
+                self._prepare_attempt(cause, damaged, workers)
             case life.End(error, serving):
                 self._begin_end(error, serving)
             case life.Close(keys):
@@ -471,8 +475,8 @@ class Supervisor:
         if isinstance(cause, ServerGone) and self.overview.error is None:
             self.overview.ask_now(time.monotonic(), LAST_BEATS_S)
 
-    def _begin_again(self, cause: ParamServeError, damaged: bool, workers: int) -> None:
-        """Prepare another attempt, from what `recovery` has chosen."""
+    def _prepare_attempt(self, cause: ParamServeError, damaged: bool, workers: int) -> None:
+        """Prepare the next attempt, from the checkpoint that `recovery` has chosen."""
         assert self._recovery is not None
         self._note_rollback(cause, damaged)
         old = self.attempt
