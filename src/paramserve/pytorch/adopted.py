@@ -768,8 +768,8 @@ class Adopted(ABC, Generic[B]):
         """Weight of this step; asked before the client's step, which ends the loader's count."""
         return self._settings.weight_now(self._worker.leases.step_samples)
 
-    def _begin_again(self) -> None:
-        """Restore before the first step of a worker that was started again."""
+    def _warn_of_repeats(self) -> None:
+        """Warn of repeated steps, before the first step of a worker that was started again."""
         self._registry.begins = False
         self._worker.notices.repeats(self._worker.optimizers.groups[0])
 

@@ -105,7 +105,7 @@ class Hybrid(Adopted[AdoptedBlock]):
             NonFinite: rows' gradients hold NaN or Inf. Nothing was stepped or sent.
         """
         if self._registry.begins:
-            self._begin_again()
+            self._warn_of_repeats()
         if self.schedules.is_saved:
             self.schedules.before_step(groups)
         factor = reciprocal(grad_scale) if grad_scale is not None else None

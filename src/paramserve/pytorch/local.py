@@ -110,7 +110,7 @@ class Local(Adopted[B]):
             ValueError, RuntimeError: as `Adopted.regroup`. No step was made.
         """
         if self._registry.begins:
-            self._begin_again()
+            self._warn_of_repeats()
         self.regroup(groups)
         loss = None
         self.schedules.before_step(groups)

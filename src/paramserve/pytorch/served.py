@@ -118,7 +118,7 @@ class Served(Adopted[ServedBlock]):
             found_inf: not zero where `GradScaler` found Inf or NaN: this step is skipped.
         """
         if self._registry.begins:
-            self._begin_again()
+            self._warn_of_repeats()
         self.regroup(groups)
         if not self._warned:
             self._warn_of_changes()
