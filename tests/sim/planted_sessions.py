@@ -297,7 +297,7 @@ def older_incarnation_of_a_restarting_worker_not_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> type[SimulatedCluster]:
     """An incarnation that was given up goes on until the next one comes."""
-    monkeypatch.setattr(sessions_module, "ENDED", ("left", "dead"))
+    monkeypatch.setattr(sessions_module, "FENCED_STATES", ("left", "dead"))
     return SimulatedCluster
 
 

@@ -38,7 +38,7 @@ CLOSED_MAX = 1 << 16
 """Clients that ended with something unanswered and are remembered until the shards agree, in a cut,
 that all have ended them. Past it the oldest is forgotten here: no cut waits for that, but one does
 not name it any more, nor have what is still on its way from it to another shard."""
-ENDED = ("left", "dead", "restarting")
+FENCED_STATES = ("left", "dead", "restarting")
 """States of a member whose present incarnation may change nothing any more."""
 AWAITED = ("expected", "live", "restarting", "retiring")
 """States of a member for which a synchronous clock waits."""
@@ -398,7 +398,7 @@ class Sessions:
         if member is None:
             return None
         older = event.incarnation < member.incarnation
-        ended = event.incarnation == member.incarnation and member.state in ENDED
+        ended = event.incarnation == member.incarnation and member.state in FENCED_STATES
         return fenced(event.rank, event.incarnation, member) if older or ended else None
 
     def open(self, event: ClientHere, now: float) -> bool:
@@ -571,7 +571,7 @@ class Sessions:
             member = self.members.get(session.rank)
             if member is None:
                 continue
-            ended = member.client == session.client and member.state in ENDED
+            ended = member.client == session.client and member.state in FENCED_STATES
             if session.fenced_by is not None:
                 session.fenced_by = member
             elif ended or session.incarnation < member.incarnation:

@@ -16,7 +16,13 @@ from paramserve.core.group_members import JoinedBy
 from paramserve.core.group_state import GroupState
 from paramserve.core.membership import RETIRING
 from paramserve.core.shard import Shard
-from paramserve.core.shard_sessions import ENDED, Answer, ClientHere, ReadRequest, ShardSession
+from paramserve.core.shard_sessions import (
+    FENCED_STATES,
+    Answer,
+    ClientHere,
+    ReadRequest,
+    ShardSession,
+)
 from paramserve.core.table.block import KeyedBlock
 from paramserve.messages import (
     BlockSpec,
@@ -164,7 +170,7 @@ class Recorder:
     def members_told(self, shard: int, message: Members) -> None:
         """A shard has been told who belongs to the cluster."""
         for member in message.members:
-            ended = member.state in ENDED
+            ended = member.state in FENCED_STATES
             for client in self._cluster.clients:
                 if (
                     client.rank == member.rank
