@@ -260,9 +260,9 @@ def total_of(values: Array, factor: Any) -> Any:
 
 
 @inlined
-def means_of(values: Array, factor: Any, largest: Any) -> Any:
-    """The mean of the sizes that are small, and that of the others, as the bits of a bfloat16
-    each. Where there are no others, both are the same."""
+def int2_levels(values: Array, factor: Any, largest: Any) -> Any:
+    """The inner and the outer level of a block, as the bits of a bfloat16 each: the mean of the
+    small sizes, and that of the others. Where there are no others, both are the same."""
     total = total_of(values, factor)
     limit = U(np.int64(np.float64(total) * OUTER / values.size))
     above, others = U(0), U(0)
@@ -347,7 +347,7 @@ def to_int2(values: Array, scales: Array, out: Array, block: int, random: int, s
             low, high = lower_half(np.float32(mean)), upper_half(largest)
             high = high if factor > ZERO else U(0)
         else:
-            low, high = means_of(span, factor, largest)
+            low, high = int2_levels(span, factor, largest)
         scales[number] = reinterpreted(np.int32(U(low | U(high << U(16)))))
         inner, outer = of_half(low), of_half(high)
         if random:
@@ -365,6 +365,9 @@ def level(code: Any, inner: Any, outer: Any) -> Any:
 
 @kernel
 def from_int2(data: Array, scales: Array, out: Array, block: int) -> None:
+    """out[i] = level, or -level if bit s of byte i // 4 is set, with s = 2 * (i % 4) + 1. Bit s - 1
+    chooses the level: 0 the inner one, 1 the outer one. These are the bfloat16 in the low and in
+    the high 16 bits of the scale of i's block."""
     for number in range(scales.size):
         start = number * block
         bytes_of, span = data[start // 4 :], out[start : start + block]
