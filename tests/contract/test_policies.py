@@ -472,7 +472,7 @@ def test_gradients_of_a_step_that_its_policy_changed_in_go_with_its_tick(
     clock = client.set_consistency("default", Async())
     rounds([client], clock - 1)
     client.push("w", ones())
-    client.steps.go_on("default", clock)  # as an answer may say
+    client.steps.advance_to("default", clock)  # as an answer may say
     client.push("w", ones())
     assert client.pull("w")[0] == clock - 1
     client.tick().result()

@@ -71,10 +71,10 @@ def dump(state: Plain, what: str = "state") -> bytes:
 
 
 def load(data: bytes) -> Plain:
-    """What was dumped.
+    """Plain data from the bytes that `dump` made of it; arrays are copies.
 
     Raises:
-        ValueError: it is nothing that `dump` gives.
+        ValueError: the bytes are none that `dump` made.
     """
 
     def array(name: str) -> tuple[str, Array]:

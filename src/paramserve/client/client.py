@@ -80,7 +80,7 @@ class Client:
         self.reads = self._keyed.reads
         self.load_tables: Mapping[str, str] = {}
         self._tables: dict[str, Table] = {}
-        self.saving = Saving(connection, self.steps.resumed, self.steps.save_with)
+        self.saving = Saving(connection, self.steps.resumed, self.steps.register)
         self._groups = Groups(connection, self.steps, self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -84,8 +84,8 @@ class ClientClocks:
             exact = late and self._terms.at(block.group, clock).collects
             self.clocks[block.group_name] = clock if exact else max(own, clock)
 
-    def go_on(self, group: str, clock: int) -> None:
-        """This client's clock of a group is at least this from now on."""
+    def advance_to(self, group: str, clock: int) -> None:
+        """Advance this client's clock of a group to this one, unless it is there or further."""
         with self._reply_lock:
             if clock > self.clocks.get(group, 0):
                 self.clocks[group] = clock

@@ -33,25 +33,25 @@ class Saving:
 
     Args:
         resumed: the clock of each group where this client began.
-        save_with: has steps tell of what it is given, once something was saved.
+        register: registers this with the steps, which send it, once something was saved.
     """
 
     def __init__(
         self,
         connection: Connection,
         resumed: Mapping[str, int],
-        save_with: Callable[[Saving], None],
+        register: Callable[[Saving], None],
     ) -> None:
         self._connection = connection
         self._resumed = resumed
-        self._save_with = save_with
+        self._register = register
         self._number = connection.incarnation << COUNT_BITS
         self._functions: dict[str, Callable[[], bytes | None]] = {}
         """Functions that are asked at each step, by name."""
         self._parts: Sequence[StepParts] = ()
         """Parts of the step that is about to be sent."""
-        self._waiting: dict[str, Saved] = {}
-        """What no step has told."""
+        self._unsent: dict[str, Saved] = {}
+        """Newest value of each name that was saved and that no step has sent."""
         self._delivered: dict[str, Saved] = {}
         self._older: dict[str, bytes] | None = None
         """What older incarnations saved; None: the servers were not asked."""
@@ -76,7 +76,7 @@ class Saving:
             else:
                 self._take(name, _packed(f"worker.save({name!r})", value))
                 self._functions.pop(name, None)
-            self._save_with(self)
+            self._register(self)
 
     def track(self, name: str, thing: Any) -> None:
         """See `Worker.track`."""
@@ -96,7 +96,7 @@ class Saving:
             thing.load_state_dict(plain.load(older))
         with self._connection.lock:
             self._ask(key, partial(_packed_result, f"worker.track({name!r})", thing.state_dict))
-            self._save_with(self)
+            self._register(self)
 
     def _ask(self, name: str, function: Callable[[], bytes]) -> None:
         """Ask the program's function at each step, beginning now."""
@@ -112,7 +112,7 @@ class Saving:
         """
         with self._connection.lock:
             self._functions[OWN + name] = function
-            self._save_with(self)
+            self._register(self)
 
     def stop_asking(self, name: str) -> None:
         """Ask the library's own function no more; what it has given stays."""
@@ -122,7 +122,7 @@ class Saving:
         """Save what the library itself knows; the next step tells it."""
         with self._connection.lock:
             self._take(OWN + name, data)
-            self._save_with(self)
+            self._register(self)
 
     def latest(self, name: str) -> bytes:
         """What was given to `keep` last, here or by an older incarnation; empty: nothing was."""
@@ -133,12 +133,12 @@ class Saving:
         return OWN + name in self._functions
 
     def _take(self, name: str, data: bytes) -> None:
-        newest = self._waiting.get(name, self._delivered.get(name))
+        newest = self._unsent.get(name, self._delivered.get(name))
         if newest is not None and newest.data == data:
             return
         own = name.startswith(OWN)
         sizes = {key: len(each) for key, each in self._of_older().items()}
-        sizes |= {key: len(each.data) for key, each in {**self._delivered, **self._waiting}.items()}
+        sizes |= {key: len(each.data) for key, each in {**self._delivered, **self._unsent}.items()}
         sizes = {key: size for key, size in sizes.items() if key.startswith(OWN) == own}
         sizes[name] = len(data)
         if len(sizes) > NAMES_MAX or sum(sizes.values()) > BYTES_MAX:
@@ -155,7 +155,7 @@ class Saving:
             self._functions.pop(name, None)
             data = b""
         self._number += 1
-        self._waiting[name] = Saved(name, self._number, data)
+        self._unsent[name] = Saved(name, self._number, data)
 
     @property
     def stepping(self) -> list[str]:
@@ -172,25 +172,25 @@ class Saving:
                     self._take(name, data)
         finally:
             self._parts = ()  # they refer to slots
-        return tuple(self._waiting.values())
+        return tuple(self._unsent.values())
 
     def unsent(self) -> tuple[Saved, ...]:
         """Values that were saved after the last step. What functions are asked for stays as it was
         at that step, from where the next incarnation goes on."""
-        return tuple(each for each in self._waiting.values() if each.name not in self._functions)
+        return tuple(each for each in self._unsent.values() if each.name not in self._functions)
 
     def mark_sent(self, saved: Iterable[Saved]) -> None:
         """A step with these is certain to be sent."""
         for each in saved:
             self._delivered[each.name] = each
-            if self._waiting.get(each.name) is each:
-                del self._waiting[each.name]
+            if self._unsent.get(each.name) is each:
+                del self._unsent[each.name]
 
     def find(self, name: str) -> bytes | None:
         """The newest that this incarnation or, before it has saved anything under this name, an
         older one has saved."""
         with self._connection.lock:
-            newest = self._waiting.get(name, self._delivered.get(name))
+            newest = self._unsent.get(name, self._delivered.get(name))
             return newest.data if newest is not None else self._of_older().get(name)
 
     def older(self, name: str) -> bytes | None:

@@ -63,7 +63,7 @@ class Steps(ClientClocks):
         first: whether the cluster was started with this rank, and did not go on without it: it is a
             member of groups that are defined after it has come.
         resumed: the clock of each group where this client began, if not at 0.
-        made: steps of each group that older incarnations of this rank have ended, if any.
+        steps_made: steps of each group that older incarnations of this rank have ended, if any.
         overtaken: of groups in which the others went on past an older incarnation that had ended:
             the clock where that was.
         staged: by group, what waits for its tick.
@@ -120,8 +120,8 @@ class Steps(ClientClocks):
         self._abandoned = deque[Ticket]()
         """Tickets that no call waits for any more, and whose slots are still to go back."""
 
-    def save_with(self, saving: Saving) -> None:
-        """Tell with steps of what this worker saves."""
+    def register(self, saving: Saving) -> None:
+        """Register what this worker saves: steps send it from now on."""
         self._saving = saving
 
     def resume(self, beats: Sequence[ServerBeat], *, excluded: bool) -> None:
@@ -140,7 +140,7 @@ class Steps(ClientClocks):
         for name, position in clocks_to_resume(reports, self._rank).items():
             for news in {n.number: n for each in by_name[name] for n in each.changes}.values():
                 self.learn(news)
-            self.go_on(name, position.clock)
+            self.advance_to(name, position.clock)
             self.resumed[name] = position.clock
             self.repeated = max(self.repeated, position.repeated)
             ended = [clock for each in by_name[name] for r, clock in each.left if r == self._rank]
@@ -318,7 +318,7 @@ class Steps(ClientClocks):
             if parts.options.ahead:
                 self.membership.stepped_within(parts.block.group_name)
             if parts.options.tick:
-                self.go_on(parts.block.group_name, each.clock + 1)
+                self.advance_to(parts.block.group_name, each.clock + 1)
                 self.membership.stepped(parts.block)
                 for staged in parts.staged:
                     staged.operation = each.operation

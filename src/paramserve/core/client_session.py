@@ -20,7 +20,7 @@ SLOT_ALIGN = ALIGN
 
 
 class Operation(Struct, eq=False):
-    """One call of the user, spread over shards: done when every shard has answered.
+    """One call's requests to several shards, which completes when each shard has answered.
 
     The first refusal counts. The shards check alike, so a refused request is refused by all, unless
     it met them in different states, as when its worker is declared dead meanwhile. Where one has

@@ -341,7 +341,7 @@ def test_clock_never_goes_back(bench: Bench) -> None:
         bench.send(tick=True)
     bench.memory.answer(0, skipped=True, at=1)
     assert (clock(bench), bench.steps.missed) == (3, 0)
-    bench.steps.go_on("default", 2)
+    bench.steps.advance_to("default", 2)
     assert clock(bench) == 3
 
 

@@ -297,7 +297,7 @@ def test_rank_joins_at_a_clock_in_sync_though_its_next_one_has_a_bound() -> None
     """It goes on behind a step of an older incarnation, which is in no clock since it had ended."""
     one = Joiner(A)
     one.terms.changed(GroupPolicy(A.group, 2, 5, spec(BoundedStaleness(1))))
-    one.steps.go_on("a", 5)
+    one.steps.advance_to("a", 5)
     one.memory.clocks = (4, 4)
     one.step(A)
     assert one.said() == [(JOIN, 1, ())] * 2 + [(STEP, 1, 4)], "once more, as it collects there"
