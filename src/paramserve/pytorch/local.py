@@ -304,7 +304,7 @@ class LocalStepping(Local[StartedBlock]):
         """
         super().start(groups, state)
         if isinstance(self._outer, DelayedNesterov):
-            self._worker.notices.pushes_unlike_workers(int(self._outer.pushes))
+            self._worker.notices.warn_of_pushes_unlike_workers(int(self._outer.pushes))
         if len(self._parts) < self._fragments:
             raise ValueError(
                 f"fragments={self._fragments} of {type(self._policy).__name__}, and "

@@ -177,7 +177,7 @@ class Schedules:
         """Take the group's hyper-parameters where other ranks were first, if no named scheduler
         makes them: schedulers begin with the optimizer's own."""
         if self._behind:
-            best = self._best()
+            best = self._choose_note()
             if best is not None and not best[1].schedulers:
                 _install(groups, best[1].numbers)
             self._as_started = _numbers(groups)
@@ -292,8 +292,8 @@ class Schedules:
         ]
         advance(goals)
 
-    def _best(self) -> tuple[int, Note] | None:
-        """The note to go by, and how many own steps after it the next one is."""
+    def _choose_note(self) -> tuple[int, Note] | None:
+        """Choose the note to go by; also how many own steps after it the next one is."""
         if self._saved:
             older = self._client.saving.older(self._key)
             return (1, _unpacked(older)) if older else None
@@ -319,7 +319,7 @@ class Schedules:
         return (clock - at - 1) * self._steps_per_clock + 1, _unpacked(packed)
 
     def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
-        best = self._best()
+        best = self._choose_note()
         if best is None:
             return
         ahead, note = best

@@ -60,9 +60,9 @@ class Notices:
             "done, or begin at worker.clock, as in for step in range(worker.clock, steps)"
         )
 
-    def pushes_unlike_workers(self, pushes: int) -> None:
-        """An outer `DelayedNesterov` renews its momentum after another number of pushes than there
-        are workers."""
+    def warn_of_pushes_unlike_workers(self, pushes: int) -> None:
+        """Warn of an outer `DelayedNesterov` whose momentum is renewed after another number of
+        pushes than there are workers."""
         workers, rank = self._client.connection.workers, self._client.rank
         if rank or self._client.connection.incarnation > 1 or pushes in (1, workers):
             return
