@@ -94,7 +94,7 @@ class ClusterState:
         return ClusterRecord(
             self.membership.record(),
             self._blocks,
-            self.leases.record(marks),
+            self.leases.record_at_cut(marks),
             self._ended,
             self._consistency,
         )

@@ -402,7 +402,9 @@ class Leases:
         if self._past.on:
             self._past.grants[self].append(Holding(client, holder.rank, grant))
 
-    def record(self, number: int, marks: Marks) -> tuple[TurnRecord, list[tuple[int, Span]], int]:
+    def record_at_cut(
+        self, number: int, marks: Marks
+    ) -> tuple[TurnRecord, list[tuple[int, Span]], int]:
         """This turn as of a cut with these marks of clients; (rank, span) of what was used in it
         since the checkpoint began; and how many of other samples some shards have."""
         past = self._past.grants.get(self, [])
@@ -520,12 +522,12 @@ class _Loader:
             turn.restore(each)
         return loader
 
-    def record(self, name: str, marks: Marks) -> LoaderRecord:
+    def record_at_cut(self, name: str, marks: Marks) -> LoaderRecord:
         """This loader as of a cut with these marks of clients."""
         before, ended = self._past.tallies.get(self, SampleCounts()), self._past.turns.get(self, {})
         finished, repeated, turns = dict(before.finished), before.repeated, []
         for number, turn in sorted({**ended, **self.turns}.items()):
-            record, uses, some = turn.record(number, marks)
+            record, uses, some = turn.record_at_cut(number, marks)
             turns.append(record)
             repeated += some
             for rank, span in uses:
@@ -623,12 +625,14 @@ class LeaseBook:
                 for grant in holder.grants:
                     grant.before = grant.done
 
-    def record(self, marks: Marks) -> LeasesRecord:
+    def record_at_cut(self, marks: Marks) -> LeasesRecord:
         """The book as of the cut with these marks, which was taken since `keep_past`: as if all
         clients had ended there."""
         assert self._past.on, "no checkpoint has begun"
         loaders = self._loaders.items()
-        return LeasesRecord(self._next, tuple(each.record(name, marks) for name, each in loaders))
+        return LeasesRecord(
+            self._next, tuple(each.record_at_cut(name, marks) for name, each in loaders)
+        )
 
     def compare_size(self, message: DatasetSize, rank: int) -> SameSize:
         """Which rank made a loader first, and over how many samples; of more loaders than are kept

@@ -164,7 +164,7 @@ class TwoLoaders:
     def check(self, marks: Marks, clients: list[Client]) -> None:
         """What is to do after the cut is what was not done in it; where a message was lost, no
         less."""
-        data = msgspec.msgpack.encode(self.book.record(marks))
+        data = msgspec.msgpack.encode(self.book.record_at_cut(marks))
         record = msgspec.msgpack.decode(data, type=LeasesRecord)
         done = {at for c in clients for _, places in c.steps[: min(c.reached)] for at in places}
         for loader in record.loaders:

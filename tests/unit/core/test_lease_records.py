@@ -49,7 +49,7 @@ def saved(
     """
     told = [[(client, *mark) for client, mark in each.items()] for each in marks]
     also = [[(client, *mark) for client, mark in (begun or {}).items()]]
-    data = msgspec.msgpack.encode(book.record(Marks(told, also)))
+    data = msgspec.msgpack.encode(book.record_at_cut(Marks(told, also)))
     book.keep_past(False)
     again = LeaseBook()
     again.restore(msgspec.msgpack.decode(data, type=LeasesRecord))
@@ -342,18 +342,18 @@ def finished_grants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def turns_that_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that ends before the book is saved is over in the cut."""
-    whole = LeaseBook.record
+    whole = LeaseBook.record_at_cut
 
     def record(book: LeaseBook, marks: Marks) -> LeasesRecord:
         book._past.turns.clear()
         return whole(book, marks)
 
-    monkeypatch.setattr(LeaseBook, "record", record)
+    monkeypatch.setattr(LeaseBook, "record_at_cut", record)
 
 
 def uses_of_before_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a grant had done when the checkpoint began counts as used since."""
-    whole = LeaseBook.record
+    whole = LeaseBook.record_at_cut
 
     def record(book: LeaseBook, marks: Marks) -> LeasesRecord:
         for turn in book._turns():
@@ -362,7 +362,7 @@ def uses_of_before_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
                     grant.before = 0
         return whole(book, marks)
 
-    monkeypatch.setattr(LeaseBook, "record", record)
+    monkeypatch.setattr(LeaseBook, "record_at_cut", record)
 
 
 @each_case(
