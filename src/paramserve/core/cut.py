@@ -67,8 +67,8 @@ CUT_RETRY_S = 1.0
 """Seconds between two attempts of a cut that a client waits for: a worker's step, or its death, may
 take that long to reach all shards."""
 CUT_PATIENCE_S = 20.0
-"""No attempt of a cut begins later; a client that waits for it is refused then. The longest attempt
-is among those before."""
+"""Attempts of a cut begin within so many seconds of the request; then a client that waits is
+refused. The longest attempt is among them."""
 CUT_KEEP_S = 60.0
 """A part of a cut that is not read for this long is released."""
 CUTS_KEPT_MAX = 4
@@ -137,9 +137,9 @@ class CutAgreement:
         freeze: Callable[[CutAsk, Mapping[int, int]], ShardCut],
     ) -> None:
         self.stops = False
-        """Whether nothing may change here but what `allows` says."""
+        """Whether the shard executes nothing but what `allows` permits."""
         self.settling = False
-        """Whether the shard knows where the cut is."""
+        """Whether this shard knows the numbers and clocks of the cut, and executes up to them."""
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""
         self.parts_here: dict[int, ShardCut] = {}
@@ -155,36 +155,39 @@ class CutAgreement:
         self._now = 0.0
         self._current_ask: CutAsk | None = None
         self._at: CutAt | None = None
-        """What this shard has told, while it stops."""
+        """Position that this shard has reported to shard 0 in the present attempt; None: the shard
+        does not stop."""
         self._done: CutDone | None = None
         """Result of the last cut that this shard has a part of."""
         self._ended = 0
-        """Cuts up to this number are over here: kept, or given up."""
+        """Highest number of a cut that is over on this shard: kept, or given up."""
         self._stopped_at = self._until = 0.0
         self._stopped_for = 0
-        """The checkpoint that it stopped for last; 0: it was for none."""
+        """Checkpoint of the last cut for which this shard stopped; 0: that cut was for none."""
         self._longest_s = 0.0
-        """Longest stop for that one, in attempts that failed."""
+        """Longest stop of this shard for checkpoint `_stopped_for`, over the attempts that
+        failed."""
         self._clients: dict[int, int] = {}
         self._clocks: dict[int, int] = {}
         self._leading: Leading | None = None
         self._requests: deque[CutRequest] = deque()
         self._retry_at = 0.0
         self._late: dict[tuple[int, int], int] = {}
-        """Number on shard 0, by client and shard, where the longest attempt has waited in vain for
-        what other shards had of it, and nothing has arrived since."""
+        """On shard 0, by client and shard: the last sequence number that the shard had when the
+        longest attempt waited there in vain, and has still."""
         self._unequal: tuple[int, Set[int]] = 0, frozenset()
-        """The checkpoint that the last cut is for, and who is forgotten when it is committed."""
+        """Checkpoint of the last cut, and the ended clients that are forgotten when that checkpoint
+        is committed."""
         self._last_report: CutTaken | None = None
-        """Outcome of the cut for the last checkpoint."""
+        """Report to the coordinator about the last cut for a checkpoint."""
         self.flush: Flush | None = None
-        """Flush that shard 0 asks of clients before a cut."""
+        """Flush that shard 0 waits for before a cut; None: it waits for none."""
         self._flushes: CutRequest | None = None
-        """The cut that waits for it."""
+        """Request for the cut that begins when `flush` is over."""
         self._flush_number = 0
         """Number of the last flush."""
         self._ahead = False
-        """Whether it has stopped behind a flush, and the cut has not begun."""
+        """Whether the shard has stopped behind a flush, before the cut begins."""
         self._number = 0
         """Attempts so far, as far as this shard knows."""
 

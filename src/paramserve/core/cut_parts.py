@@ -72,10 +72,10 @@ class BlockCopy:
         self.states = block.states
         """Arrays of rule state, if the block is whole."""
         self._block: ShardBlock | None = block
-        """Block whose arrays these are; None once they were copied."""
+        """Block whose arrays this copy still shares; None once they are copied."""
         self._memory = memory
         self.pause_s = 0.0
-        """How long it took to copy it."""
+        """Seconds that the shard took to copy the block."""
         self._lost = False
         block.unsaved.append(self)
 
@@ -237,7 +237,7 @@ class ShardCut:
             self.sessions = sessions.record(clients)
             self.left_out = ranks_left(sessions)
         self.stopped_s = memory.now() - began
-        """How long the shard stopped for it."""
+        """Seconds that the shard stopped for this cut."""
 
     @property
     def pause_s(self) -> float:

@@ -84,11 +84,12 @@ class GroupMachine:
         self.shard = shard
         self.shards = shards
         self.lead = Lead(shards) if decisions.leads else None
-        """Set on the lead shard only."""
+        """Votes of all shards on the next clock; None: this shard is not the lead."""
         self.policies = PolicyAgreement(state, shard, shards, resend_s, policies, decisions, outbox)
         self.membership = MembershipAgreement(state, decisions)
         self.waiting: dict[int, ShardSession] = {}
-        """Sessions by client whose held request waits for this group, and is not collected."""
+        """Sessions whose held request waits for a change in this group, by client; steps that are
+        collected wait elsewhere."""
         self.reads = GroupReads(state, replies)
         self.deadline: float | None = None
         """When `deadline_reached` is to be called."""

@@ -16,7 +16,7 @@ class JoinedBy(NamedTuple):
     seq: int
     """Sequence number of the client's join request, the same on all shards."""
     clock: int
-    """Clock at which it began."""
+    """Clock of the group at which the membership began."""
 
 
 class MembersRecord(Struct, frozen=True):
@@ -50,15 +50,17 @@ class GroupMembers:
         self.clocks: dict[int, int] = {}
         """Steps that each live member has finished. Changed by the methods of this class only."""
         self.slowest = 0
-        """The smallest clock; without live members, what it was last."""
+        """Smallest clock of the live members; without live members, the last one."""
         self.live = live
-        """Ranks of the cluster that clocks wait for where they are members."""
+        """Ranks of the cluster in a state that clocks wait for, members of the group or not."""
         self._at_slowest = 0
-        """How many are at the smallest clock."""
+        """Number of live members at the smallest clock."""
         self._former_clocks: dict[int, int] = {}
-        """Clocks of ranks that were waited for, and may come back."""
+        """Clocks of ranks that were live members before; each goes on from there if it comes
+        back."""
         self._passed: dict[int, int] = {}
-        """Clocks that each rank has passed over where it began or came back: it made no steps."""
+        """Number of clocks that each rank has skipped by joining, or coming back, at a later
+        one."""
         self._recount(0, {})
 
     def update(self, live: Sequence[int], start: int) -> None:

@@ -34,7 +34,7 @@ class MembershipAgreement:
 
     def __init__(self, state: GroupState, decisions: DecisionLog) -> None:
         self.newest = 0
-        """The number of the newest decision that has been applied here."""
+        """Number of the newest decision about this group's members that this shard has applied."""
         self._state = state
         self._decisions = decisions
 

@@ -64,7 +64,7 @@ class Watching:
     kept: deque[tuple[int, dict[int, Array]]] = field(default_factory=deque)
     dropped: int = 0
     last: int = 0
-    """The version of the newest."""
+    """Version of the newest snapshot."""
 
 
 class SavedStates:
@@ -241,17 +241,17 @@ class GroupState:
         """Seconds on the shard's clock, as of the present event."""
         self.members = GroupMembers(ranks, live)
         self.last_sender: dict[int, int] = {}
-        """Sync: the client that sent the last step of each rank."""
+        """Client that sent the last step of each rank, in Sync."""
         self.blocks: dict[int, ShardBlock | KeyedBlock] = {}
         self.table: KeyedBlock | None = None
-        """The only block, if this is the group of a table."""
+        """Block of the group, if it is a table; None: the group is dense."""
         self.collect = Collect()
         self.buffer = GradientBuffer()
         self.reads = Reads()
         self.staleness: dict[int, Staleness] = {}
         self.skipped = 0
         self.unapplied: ParamServeError | None = None
-        """Why a buffer could not be flushed, until a step is refused with it."""
+        """Error of a buffer that could not be flushed, until a step is refused with it."""
         self.buffer_lost: Callable[[ParamServeError], None] | None = None
         """Called with `unapplied` when it is set: no later step may push."""
         self.dropped: dict[int, int] = {}
@@ -263,10 +263,11 @@ class GroupState:
         step may be one that the next incarnation takes again."""
         self.saved = SavedStates()
         self.already_applied: dict[int, int] = {}
-        """Clock, by rank, of a step that is in the values since before this shard was restored from
-        a cut, of a call that was not over there. The rank is to make that call again."""
+        """Clock, by rank, of a step that the values have since before this shard was restored from
+        a cut, while the call of that step was not complete in the cut. The rank repeats that
+        call."""
         self.watching: dict[int, Watching] = {}
-        """Watching clients."""
+        """Snapshots kept for each client that watches the group."""
         self.snapshot_due: Callable[[], None] | None = None
         """Called in place of keeping a snapshot where gradients do not wait for a commit: then a
         version has other pushes on each shard. None: there is one shard."""

@@ -162,7 +162,7 @@ class Shard:
         self._streams = count(first_stream)
         self._replies = Replies(number)
         self._outbox = deque[GroupEffect]()
-        """What the groups' machines want done, within one event."""
+        """Effects that groups, cuts and the decision log ask for while one event is executed."""
         self.cuts = CutAgreement(
             number, shards, self.sessions, self.groups, resend_s, self._outbox, self._freeze
         )
@@ -178,11 +178,11 @@ class Shard:
         self.reads = ShardReads(self.sessions, self._group, self._refusal)
         self.followers = Followers(self._state_of, self.sessions.of_rank)
         self._members: dict[int, GroupMembership] = {}
-        """Newest decision about each group's members: its define may still be on the way, or be
-        repeated behind an `Undefine`."""
+        """Newest decision about each group's members, kept for a define that arrives later, or
+        again after an `Undefine`."""
         self.cut_memory = cut_memory if cut_memory is not None else CutMemory()
         self._deferred: list[FromShard | ClientBye] = []
-        """What has come since the shard stopped for a cut, and would change something."""
+        """Messages of shards, and goodbyes of clients, that wait until the cut is over."""
         self._now = 0.0
         self._effects = Effects()
 

@@ -35,9 +35,9 @@ from paramserve.messages import (
 SESSION_KEEP_S = 60.0
 """A client that is no live worker is forgotten this long after its connection ended."""
 CLOSED_MAX = 1 << 16
-"""Clients that ended with something unanswered and are remembered until the shards agree, in a cut,
-that all have ended them. Past it the oldest is forgotten here: no cut waits for that, but one does
-not name it any more, nor have what is still on its way from it to another shard."""
+"""Most clients that ended with an unanswered request and are remembered, until a cut shows that all
+shards have ended them. Beyond it the shard forgets the oldest: no cut waits for that client or
+names it any more, and a cut lacks what another shard has still to receive from it."""
 FENCED_STATES = ("left", "dead", "restarting")
 """States of a member whose present incarnation may change nothing any more."""
 AWAITED = ("expected", "live", "restarting", "retiring")
@@ -52,7 +52,8 @@ class ClientHere(Struct, frozen=True):
     rank: int
     window: int
     again: bool = False
-    """True: it has been connected before, and a session that is forgotten must not begin anew."""
+    """Whether the client has been connected before; then it is refused if its session is
+    forgotten."""
     requests: int = 0
     """Requests that the client's `Hello` allows; 0: as many as `window`."""
 
@@ -151,7 +152,7 @@ class Verdict(Enum):
 
 
 class ShardSession:
-    """One client as one shard knows it; it outlives the client's connections.
+    """One client's session on one shard; it outlives the client's connections.
 
     `window` is the client's own bound on unanswered calls, `requests` on their numbers: outcomes
     of that many last numbers are kept, since the client can ask again for no others, and fewer
@@ -167,52 +168,61 @@ class ShardSession:
         self.window = window
         self.requests = requests if requests is not None else window
         self.last = 0
-        """The highest number accepted."""
+        """Highest sequence number that was accepted."""
         self.queue: deque[Request] = deque()
-        """Accepted, not executed: behind one that is held, or behind a cut."""
+        """Accepted requests that wait to be executed: behind the held request, or until a cut is
+        over."""
         self.reads: deque[ReadRequest] = deque()
-        """Reads that wait for the requests before them, or for what their group's policy waits for;
-        of the present connection only."""
+        """Reads of the present connection that wait: for earlier requests, or because the group's
+        policy holds them."""
         self.last_read = 0
-        """The last read of the present connection."""
+        """Number of the newest read on the present connection."""
         self.held: Request | None = None
-        """Executed as far as possible, not answered."""
+        """Request that was executed as far as possible and is not answered yet; None: no request is
+        held."""
         self.applied: Done | None = None
         """Outcome of the held request, if that has had its effect here and only its answer waits:
-        to read, or for a decision about members or a cut. None: it has had none."""
+        for a read, for a decision about members or for a cut. None: it has had no effect yet."""
         self.live = False
         """Whether this is the newest incarnation of a member that clocks wait for."""
         self.fenced_by: Member | None = None
-        """The member whose state or newer incarnation refuses all requests of this one."""
+        """Member whose state or newer incarnation makes this shard refuse all requests of the
+        session; None: the session is not fenced."""
         self.policy_numbers: dict[int, int] = {}
         """Newest change of each group's policy that the client knows of, by number."""
         self.rounds: dict[int, Round] = {}
-        """Rounds by group that its rank has joined further on than in its round: when it is there.
-        It holds until the next step that ends a clock of the group, or the rank suspends there."""
+        """Round at which the rank is level again, for each group that it joined ahead of its entry
+        group. It holds until the rank ends a clock of the group, or suspends its membership
+        there."""
         self.ticks: dict[int, int] = {}
-        """Last number of a step that ends a clock, or is to, by group."""
+        """Sequence number, by group, of the session's last step that ends a clock; that clock may
+        still be undecided."""
         self.fenced_at = 0
-        """The last number whose effect counts, of a session that is fenced."""
+        """Last sequence number whose effect counts; meaningful once the session is fenced."""
         self.counted: set[int] = set()
-        """Numbers behind others that are not answered: steps that their clock has had since it was
-        fenced."""
+        """Sequence numbers of steps that were committed after the session was fenced, while earlier
+        requests of it were unanswered."""
         self.gone_at: float | None = None
-        """When its connection ended; None while it has one."""
+        """When the client's last connection ended; None while it has one."""
         self.mirror: dict[int, Bytes] = {}
         """The arenas of a client on another host, as far as their bytes have come."""
         self.left_out: set[int] = set()
-        """Groups where its client keeps something that was left out of its gradients."""
+        """Groups in which the client keeps a residual: a part of its gradients that it has not
+        sent."""
         self.flushed = 0
-        """The newest flush that a step of it was which was applied."""
+        """Number of the newest flush that an applied step of the client carried out."""
         self.pushed: Step | None = None
-        """A step that may change that, until it is answered."""
+        """Unanswered push that may change `left_out` and `flushed`; None: there is none."""
         self.step_s = 0.0
-        """How long such a step has taken lately, from the answer to the one before."""
+        """Longest time between the answers to two pushes that `pushed` held, in seconds; an older
+        time counts less."""
         self.stepped_at = 0.0
-        """When the last one was answered, or the session began."""
+        """When the last push that `pushed` held was answered; before the first one, when the
+        session began."""
         self._outcomes: dict[int, Done | Refused] = {}
         self._written: dict[int, tuple[Run, ...]] = {}
-        """Runs that were written for the outcome of a number; they lie there until it was read."""
+        """Runs of memory written for each kept outcome, by sequence number; a repeated answer sends
+        them again."""
 
     def record(self, last: int) -> SessionRecord:
         """The session as it is now; `last` is its last number that is in the cut."""
@@ -327,14 +337,15 @@ class Sessions:
         """Number of the membership that the coordinator reported last."""
         self.retiring: frozenset[int] = frozenset()
         self.closed: dict[int, int] = {}
-        """Last number that has had its effect here, by client that has ended with something
-        unanswered. Another shard may have had less of it, or have more."""
+        """Sequence number of the last request that had its effect here, by client that ended with
+        an unanswered one. On another shard it may be a lower or a higher one."""
         self.left_behind: set[int] = set()
-        """Ranks whose client has ended with something that was left out of its gradients."""
+        """Ranks whose client ended while it kept a residual."""
         self.calls: dict[int, list[CallPart]] = {}
-        """Begun parts by rank of its last call, if that steps several groups."""
+        """Parts that have begun of each rank's last call, if that call steps several groups."""
         self.broken: set[int] = set()
-        """Ranks whose last call of these ended between two parts, until their next step."""
+        """Ranks whose call of several groups ended between two parts; a rank stays here until its
+        next step."""
         self._shard = shard
         self._limits = limits
 

@@ -35,7 +35,7 @@ class ShardStorage(ABC):
     """Base of what a group holds on one shard."""
 
     may_fail: bool
-    """Whether an update may fail, and so is prepared before it is decided that it is applied."""
+    """Whether an update may fail, and is therefore prepared before the commit is decided."""
 
     def __init__(self, spec: BlockSpec, rule: Rule | None, attempt: int) -> None:
         self.spec = spec
