@@ -20,7 +20,7 @@ SLOT_ALIGN = ALIGN
 
 
 class Operation(Struct, eq=False):
-    """One call's requests to several shards, which completes when each shard has answered.
+    """One call of a client: requests to one or more shards, complete when each has answered.
 
     The first refusal counts. The shards check alike, so a refused request is refused by all, unless
     it met them in different states, as when its worker is declared dead meanwhile. Where one has
