@@ -330,7 +330,7 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (
         first_step_passes_nothing_by,
         Sync(reduce="sum"),
-        {**COLLECTIVE, "restarts": True},  # one of some 300 seeds finds it
+        {**COLLECTIVE, "restarts": True},  # one of some 1,000 seeds finds it
     ),
 )
 """What is planted, under which policy, in which scenario."""
