@@ -317,7 +317,7 @@ def restarted_worker_begins_at_clock_0(monkeypatch: pytest.MonkeyPatch) -> type[
     def nothing(*reports: object, **options: object) -> dict[str, object]:
         return {}
 
-    monkeypatch.setattr(steps_module, "resume", nothing)
+    monkeypatch.setattr(steps_module, "clocks_to_resume", nothing)
     return SimulatedCluster
 
 
