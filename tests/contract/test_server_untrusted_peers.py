@@ -342,7 +342,7 @@ def test_bytes_for_no_arena_end_the_link_before_they_are_taken(make_cluster: Mak
         assert (told.seq, told.kind) == (0, "ProtocolError")
         assert f"offset {run[1]} of arena {run[0]}" in told.failed
         mirror = harness.cluster.servers[0].role.shard.sessions.by_client[UNTRUSTED].mirror
-        assert not any(each.any() for each in mirror.values())
+        assert not any(each.any() for each in mirror.arenas.values())
         link.close()
         harness.goes_on()
 

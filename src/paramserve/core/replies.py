@@ -17,7 +17,6 @@ from paramserve.core.table.block import KeyedBlock, RowUpdate
 from paramserve.core.table.parts import padded
 from paramserve.errors import (
     Applied,
-    CodecFailed,
     Overloaded,
     ParamServeError,
     UnknownName,
@@ -82,7 +81,8 @@ class Replies:
         Args:
             written: blocks whose values a rule has left at their place already, in its own pass.
         Returns:
-            The answer; a refusal if there is no memory for them, or a user's codec fails.
+            The answer; a refusal if there is no memory for them, a user's codec fails, or its
+            client has replaced the arena meanwhile.
         """
         message, memory = request.message, request.memory
         assert type(message) is Step or type(message) is Read
@@ -102,11 +102,11 @@ class Replies:
                     elif place.block not in written:
                         np.copyto(memory.at(place.arena, place.offset, block), block.value)
                 runs += [(place.arena, place.offset, nbytes)]
-            return Answer(done, tuple(runs))
-        except (MemoryError, CodecFailed) as error:
+            return Answer(done, tuple(runs), memory) if memory.mirrored else Answer(done)
+        except (MemoryError, ParamServeError) as error:
             pushed = type(message) is Step and message.push and not done.skipped
             applied: Applied = "yes" if pushed else "no"
-            if isinstance(error, CodecFailed):
+            if isinstance(error, ParamServeError):
                 error.applied = applied
                 return Answer(refusal_of(message, error))
             no_room = no_memory(self._shard, "the values read", applied)
@@ -124,7 +124,7 @@ class Replies:
         source = read.field(message.field)
         done = Done(message.seq, version, counts=tuple(read.counts))
         np.copyto(memory.at(message.arena, message.offset, block), source)
-        return Answer(done, ((message.arena, message.offset, source.nbytes),))
+        return _answer(done, memory, (message.arena, message.offset, source.nbytes))
 
     def scan(self, state: GroupState, message: Scan, memory: Memory) -> Answer:
         """Read whole rows of a table."""
@@ -133,7 +133,7 @@ class Replies:
         into = block.records(memory.get(message.arena), message, message.offset)
         counts = block.scan(message, into)
         written = (message.arena, message.offset, block.records_bytes(message))
-        return Answer(Done(message.seq, state.version, counts=counts), (written,))
+        return _answer(Done(message.seq, state.version, counts=counts), memory, written)
 
     def contains(self, state: GroupState, message: Contains, memory: Memory) -> Answer:
         """Say which keys of a table have a row."""
@@ -142,7 +142,7 @@ class Replies:
         keys, answer = block.named(memory.get(message.arena), message)
         answer[...] = block.contains(keys)
         written = (message.arena, message.offset + padded(keys.nbytes), answer.nbytes)
-        return Answer(Done(message.seq, state.version), (written,))
+        return _answer(Done(message.seq, state.version), memory, written)
 
     def take_snapshot(
         self, state: GroupState, client: int, message: TakeSnapshot, memory: Memory
@@ -173,7 +173,11 @@ class Replies:
             assert isinstance(block, ShardBlock), "a table has no snapshots"
             np.copyto(memory.at(place.arena, place.offset, block), value)
             written.append((place.arena, place.offset, value.nbytes))
-        return Answer(reply, tuple(written))
+        return _answer(reply, memory, *written)
+
+
+def _answer(done: Done, memory: Memory, *written: Run) -> Answer:
+    return Answer(done, written, memory) if memory.mirrored else Answer(done)
 
 
 def assign(state: GroupState, message: Assign, memory: Memory) -> Answer:

@@ -45,36 +45,37 @@ class Memory:
 
     Args:
         arenas: by number from 1. One of them may be replaced by another.
+        mirrored: whether they are a mirror: what is written there has to be sent to the client.
     """
 
-    __slots__ = ("_arenas", "_views")
+    __slots__ = ("_views", "arenas", "mirrored")
 
-    def __init__(self, arenas: Mapping[int, Bytes]) -> None:
-        self._arenas = arenas
+    def __init__(self, arenas: Mapping[int, Bytes], *, mirrored: bool) -> None:
+        self.arenas, self.mirrored = arenas, mirrored
         self._views: dict[tuple[int, int, object], tuple[Bytes, Array]] = {}
 
     def get(self, arena: int) -> Bytes | None:
         """The bytes of an arena, if there is one of this number."""
-        return self._arenas.get(arena)
+        return self.arenas.get(arena)
 
     def at(self, arena: int, offset: int, placed: Placed) -> Array:
         """What lies there; raises as `Placed.view_at`."""
         place = arena, offset, placed.mark
         if place in self._views:
             whole, view = self._views[place]
-            if arena in self._arenas and self._arenas[arena] is whole:
+            if arena in self.arenas and self.arenas[arena] is whole:
                 return view
-        view = placed.view_at(self._arenas.get(arena), arena, offset)
-        if arena in self._arenas:  # an empty part lies anywhere
+        view = placed.view_at(self.arenas.get(arena), arena, offset)
+        if arena in self.arenas:  # an empty part lies anywhere
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()
-            self._views[place] = self._arenas[arena], view
+            self._views[place] = self.arenas[arena], view
         return view
 
     def has(self, run: Run) -> bool:
         """Whether these bytes lie in an arena."""
         arena, start, nbytes = run
-        return arena in self._arenas and start + nbytes <= self._arenas[arena].size
+        return arena in self.arenas and start + nbytes <= self.arenas[arena].size
 
     def forget(self) -> None:
         """Keep no array, nor with it the arena that another one has replaced."""

@@ -471,10 +471,7 @@ class Shard:
             else:
                 self._execute(session, request)
         elif verdict is Verdict.REPEATED:
-            answer = session.answer_again(seq)
-            if not all(map(event.memory.has, answer.written)):
-                answer = Answer(answer.message)  # its client has released that memory
-            self._effects.replies.append((session.client, answer))
+            self._effects.replies.append((session.client, session.answer_again(seq)))
         elif verdict is Verdict.GAP:
             self._effects.drops.append(session.client)
         elif verdict is Verdict.FORGOTTEN:

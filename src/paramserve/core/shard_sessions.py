@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import NamedTuple
+from weakref import ref
 
 from msgspec import Struct, structs
 
@@ -73,10 +74,12 @@ class ReadRequest(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """A reply, and what was written for it to its client's memory."""
+    """A reply, and what was written for it to the mirror of its client's memory."""
 
     message: ShardReply
     written: tuple[Run, ...] = ()
+    mirror: Memory | None = None
+    """Memory where that lies; it may have been replaced since. None: nothing was written to it."""
 
 
 class Round(NamedTuple):
@@ -204,8 +207,11 @@ class ShardSession:
         requests of it were unanswered."""
         self.gone_at: float | None = None
         """When the client's last connection ended; None while it has one."""
-        self.mirror: dict[int, Bytes] = {}
-        """The arenas of a client on another host, as far as their bytes have come."""
+        self.mirror = Memory({}, mirrored=True)
+        """The arenas of a client on another host, as far as their bytes have come. Where they
+        change, another object takes its place: requests under way keep theirs."""
+        self.replaced: list[ref[Bytes]] = []
+        """Arenas of earlier mirrors, which requests under way may still keep."""
         self.left_out: set[int] = set()
         """Groups in which the client keeps a residual: a part of its gradients that it has not
         sent."""
@@ -283,7 +289,10 @@ class ShardSession:
 
     def answer_again(self, seq: int) -> Answer:
         """The answer to a number; `admit` said REPEATED."""
-        return Answer(self._outcomes[seq], self._written.get(seq, ()))
+        written = self._written.get(seq, ())
+        if not all(map(self.mirror.has, written)):
+            written = ()  # its client has released that memory
+        return Answer(self._outcomes[seq], written, self.mirror)
 
     def keep_outcome(self, answer: Answer) -> None:
         """Keep an outcome, and forget the one that the client can no longer ask for."""

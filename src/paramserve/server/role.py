@@ -66,8 +66,8 @@ from paramserve.messages import (
     encode,
 )
 from paramserve.server.checkpoints import PartWriter
-from paramserve.transport.arena import update_mirror
-from paramserve.transport.connection import refusal, take_arenas
+from paramserve.transport.arena import new_mirror
+from paramserve.transport.connection import NO_ARENAS, refusal, take_arenas
 from paramserve.transport.listener import Connection, Listener
 from paramserve.transport.peers import Dial, PeerLinks
 from paramserve.transport.timing import Handle, Loop, Pending
@@ -220,9 +220,10 @@ class ServerRole:
         self._clients[hello.client] = conn
         text = "client %d (rank %d) has connected"
         logger.debug(text, hello.client, hello.rank, extra=self._event("log", client=hello.client))
-        if not conn.shared:
-            conn.arenas = self.shard.sessions.by_client[hello.client].mirror
-        self._memories[conn] = Memory(conn.arenas)
+        if conn.shared:
+            self._memories[conn] = Memory(conn.arenas, mirrored=False)
+        else:
+            self._mirror(conn, self.shard.sessions.by_client[hello.client].mirror)
         self._act(effects)
 
     def _attach(self, conn: Connection, hello: Hello) -> None:
@@ -324,8 +325,14 @@ class ServerRole:
         """The arenas of a client whose memory is not mapped here have changed."""
         if conn.shared or conn not in self._memories:
             raise ProtocolError("arenas were named that need no mirror", fix="run the same version")
-        update_mirror(conn.arenas, message.arenas, self.config.limits)
-        self._memories[conn].forget()
+        session = self.shard.sessions.by_client[self._parties[conn]]
+        mirror = session.mirror.arenas
+        arenas = new_mirror(mirror, session.replaced, message.arenas, self.config.limits)
+        session.mirror = Memory(arenas, mirrored=True)
+        self._mirror(conn, session.mirror)
+
+    def _mirror(self, conn: Connection, memory: Memory) -> None:
+        conn.arenas, self._memories[conn] = dict(memory.arenas), memory
 
     def closed(self, conn: Connection) -> None:
         client = self._parties.pop(conn)
@@ -347,7 +354,8 @@ class ServerRole:
         for client, answer in effects.replies:
             if client in self._clients:
                 conn = self._clients[client]
-                conn.send(encode(answer.message), () if conn.shared else answer.written)
+                arenas = NO_ARENAS if answer.mirror is None else answer.mirror.arenas
+                conn.send(encode(answer.message), answer.written, arenas)
         for shard, message in effects.peers:
             self._peers.send(shard, encode(message))
         for client in effects.drops:

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import Final
+from weakref import ref
 
 import numpy as np
 
@@ -136,44 +137,55 @@ def map_arena(fd: int, nbytes: int, limits_left: int) -> ByteArray:
         os.close(fd)
 
 
-def update_mirror(
-    mirror: dict[int, ByteArray], arenas: Sequence[tuple[int, int]], limits: Limits
-) -> None:
-    """Have memory for each arena of a client on another host, and for no other. One that stays
-    keeps its bytes. Memory is used as it is written to.
+def new_mirror(
+    mirror: Mapping[int, ByteArray],
+    replaced: list[ref[ByteArray]],
+    arenas: Sequence[tuple[int, int]],
+    limits: Limits,
+) -> dict[int, ByteArray]:
+    """Memory for each arena of a client on another host, and for no other. One that stays keeps its
+    bytes. Memory is used as it is written to.
 
     Args:
+        mirror: the one before, which stays as it is.
+        replaced: arenas of mirrors before that, which count as long as something refers to them.
+            Those that are replaced now are added, and count from the next call on.
         arenas: number and bytes of each, as the client says.
     Raises:
         ProtocolError: they are none. Overloaded: they are too many or too large, or there is no
-            memory for them. In both cases nothing was changed, but for what is no more.
+            memory for them. In both cases nothing was changed.
     """
     sizes = dict(arenas)
     if len(sizes) != len(arenas) or min(sizes, default=1) < 1 or min(sizes.values(), default=1) < 1:
         raise ProtocolError(
             f"arenas {arenas} were named", fix="number arenas from 1, each once, of 1 byte or more"
         )
-    check_arenas(sizes, limits)
-    for number in [each for each in mirror if sizes.get(each) != mirror[each].size]:
-        del mirror[number]
+    in_use = [each for each in (known() for known in replaced) if each is not None]
+    check_arenas(sizes, limits, sum(each.nbytes for each in in_use))
+    kept = {n: each for n, each in mirror.items() if sizes.get(n) == each.nbytes}
+    in_use += [each for number, each in mirror.items() if number not in kept]
     try:
-        for number in sizes.keys() - mirror.keys():
+        for number in sizes.keys() - kept.keys():
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            mirror[number] = np.frombuffer(mmap.mmap(-1, sizes[number], flags), np.uint8)
+            kept[number] = np.frombuffer(mmap.mmap(-1, sizes[number], flags), np.uint8)
     except OSError as error:
         raise Overloaded(
             f"no memory for a mirror of {sum(sizes.values())} bytes: {error.strerror}",
             fix="use more servers on more machines, fewer clients, or smaller models",
         ) from error
+    replaced[:] = map(ref, in_use)
+    return kept
 
 
-def check_arenas(sizes: Mapping[int, int], limits: Limits) -> None:
+def check_arenas(sizes: Mapping[int, int], limits: Limits, in_use: int = 0) -> None:
     """Refuse more arenas of one client than a server maps or mirrors.
 
+    Args:
+        in_use: bytes of arenas that the client has no more, and which its requests still need.
     Raises:
         Overloaded: they are too many, or too large.
     """
-    total = sum(sizes.values())
+    total = sum(sizes.values()) + in_use
     if total > limits.arena_bytes_max or len(sizes) > limits.arenas_max:
         raise Overloaded(
             f"a client would have {len(sizes)} arenas of {total} bytes, arenas_max is "

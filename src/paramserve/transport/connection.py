@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
 import msgspec
@@ -39,6 +40,8 @@ logger = logging.getLogger("paramserve")
 
 Kind = Literal["unix", "tcp"]
 
+NO_ARENAS: Final[Mapping[int, ByteArray]] = MappingProxyType({})
+
 _READ_AT_ONCE: Final = 4 << 20
 """Bytes of one payload before other connections get their turn."""
 
@@ -56,8 +59,10 @@ class Connection(Protocol):
     reset: bool
     """Whether it was ended by a reset, as the network may: that does not tell how the peer is."""
 
-    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
-        """Send one frame, with runs of `arenas`; never waits.
+    def send(
+        self, header: bytes, runs: Sequence[Run] = (), arenas: Mapping[int, ByteArray] = NO_ARENAS
+    ) -> None:
+        """Send one frame, with runs of these arenas; never waits.
 
         What lies there must not change before the peer has read it. On a closed connection this
         does nothing. While a peer has left more than `send_buffer_bytes_max` of earlier frames
@@ -188,9 +193,11 @@ class StreamConnection:
         self._writable()
         self._come_back()
 
-    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
+    def send(
+        self, header: bytes, runs: Sequence[Run] = (), arenas: Mapping[int, ByteArray] = NO_ARENAS
+    ) -> None:
         if runs:
-            views, size = framed(header, runs, self.arenas)
+            views, size = framed(header, runs, arenas)
         else:
             data = prelude(len(header), 0) + header
             views, size = [memoryview(data)], PRELUDE_BYTES + len(header)

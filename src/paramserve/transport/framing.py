@@ -33,6 +33,8 @@ RUN: Final = struct.Struct("<QQQ")
 """A run of bytes: its arena, where it begins there, and its bytes."""
 RUNS: Final = struct.Struct("<I")
 """How many runs stand before it."""
+RUNS_MAX: Final = 1 << 16
+"""Most runs of one frame; each costs a server ten times the bytes that name it."""
 
 # The first three fields as one number: a frame is accepted by one comparison.
 _WORDS: Final = struct.Struct("<QIQ")
@@ -110,7 +112,7 @@ def split(data: bytes, payload_bytes: int) -> tuple[bytes, tuple[Run, ...]]:
     end = len(data) - RUNS.size
     count = RUNS.unpack_from(data, end)[0] if end >= 0 else 0
     start = end - RUN.size * count
-    if start >= 0:
+    if start >= 0 and count <= RUNS_MAX:
         runs: tuple[Run, ...] = tuple(RUN.iter_unpack(data[start:end]))
         total = 0
         for _, _, nbytes in runs:
@@ -118,7 +120,8 @@ def split(data: bytes, payload_bytes: int) -> tuple[bytes, tuple[Run, ...]]:
         if total == payload_bytes:
             return data[:start], runs
     raise ProtocolError(
-        f"a frame was refused: its {count} runs do not name the {payload_bytes} bytes that follow",
+        f"a frame was refused: its {count} runs do not name the {payload_bytes} bytes that follow, "
+        f"or are more than {RUNS_MAX}",
         fix="run the same version of paramserve on both sides",
     )
 

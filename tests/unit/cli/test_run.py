@@ -283,5 +283,4 @@ def test_options_of_checkpoints_are_those_of_run(
     Path("script.py").write_text("def train(worker): ...\n")
     monkeypatch.setattr(launch, "run", run)
     assert main(["run", "script.py:train", *options]) == 0
-    checkpoint, resumes = expected
     assert (repr(given["checkpoint"]), given["resume"]) == (repr(expected[0]), expected[1])

@@ -218,7 +218,11 @@ class Rig:
             known[PUSHED] = np.zeros(max(ARENA_BYTES, pushed.size), np.uint8)
             known[PUSHED][: pushed.size] = pushed
             self._memories[key] = known
-        return self.happen(Requested(client, message, Memory(self._memories[key])), shard)
+        memory = Memory(self._memories[key], mirrored=True)
+        sessions = self.shards[shard].sessions.by_client
+        if client in sessions:
+            sessions[client].mirror = memory
+        return self.happen(Requested(client, message, memory), shard)
 
     def define(self, client: int, spec: BlockSpec, values: Any = None, attempt: int = 1) -> None:
         """Send a block's first values to all shards. As a server does, load its kernels first."""

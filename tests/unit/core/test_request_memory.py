@@ -23,14 +23,14 @@ def arena(nbytes: int = 256) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def test_place_that_was_found_good_gives_the_same_array() -> None:
-    one, memory = block(8), Memory({1: arena()})
+    one, memory = block(8), Memory({1: arena()}, mirrored=False)
     assert memory.at(1, 64, one) is memory.at(1, 64, one)
     assert memory.at(1, 128, one) is not memory.at(1, 64, one)
 
 
 def test_arena_that_was_replaced_is_checked_and_used_instead() -> None:
     one, arenas = block(8), {1: arena()}
-    memory = Memory(arenas)
+    memory = Memory(arenas, mirrored=False)
     memory.at(1, 64, one)
     arenas[1] = arena()
     memory.at(1, 64, one)[:] = 1.0
@@ -44,7 +44,7 @@ def test_arena_that_was_replaced_is_checked_and_used_instead() -> None:
 
 
 def test_place_that_is_good_for_one_block_is_checked_for_another() -> None:
-    small, large, memory = block(8), block(100), Memory({1: arena()})
+    small, large, memory = block(8), block(100), Memory({1: arena()}, mirrored=False)
     memory.at(1, 64, small)
     with pytest.raises(ShapeMismatch):
         memory.at(1, 64, large)
@@ -52,7 +52,7 @@ def test_place_that_is_good_for_one_block_is_checked_for_another() -> None:
 
 @each_case(("number", "offset"), [(1, -64), (1, 8), (1, 256), (2, 64), (0, 64)])
 def test_bad_place_is_refused_each_time(number: int, offset: int) -> None:
-    one, memory = block(8), Memory({1: arena()})
+    one, memory = block(8), Memory({1: arena()}, mirrored=False)
     memory.at(1, 64, one)
     for _ in range(2):
         with pytest.raises(ShapeMismatch):
@@ -60,14 +60,14 @@ def test_bad_place_is_refused_each_time(number: int, offset: int) -> None:
 
 
 def test_runs_that_lie_in_an_arena_are_known() -> None:
-    memory = Memory({1: arena(64)})
+    memory = Memory({1: arena(64)}, mirrored=False)
     assert all(map(memory.has, [(1, 0, 64), (1, 63, 1), (1, 64, 0)]))
     assert not any(map(memory.has, [(1, 0, 65), (1, 64, 1), (2, 0, 0), (1, 1 << 63, 1)]))
 
 
 def test_number_of_kept_places_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_memory, "VIEWS_MAX", 3)
-    one, memory = block(1), Memory({1: arena(64 * 20)})
+    one, memory = block(1), Memory({1: arena(64 * 20)}, mirrored=False)
     for at in range(20):
         memory.at(1, 64 * at, one)[:] = at
         assert len(memory._views) <= 3

@@ -63,10 +63,42 @@ def test_repeated_pull_has_the_values_that_were_written(policy: Policy) -> None:
 def test_repeated_pull_of_a_client_that_has_given_up_the_memory_has_no_values() -> None:
     one = rig()
     first = one.again(WORKER, step(2), memory=ONES)
+    session = one.shards[0].sessions.by_client[WORKER]
     for arenas in ({}, {PULLED: np.zeros(8, np.uint8)}):
-        effects = one.shards[0].step(Requested(WORKER, step(2), Memory(arenas)), one.now)
-        ((_, answer),) = effects.replies
+        session.mirror = memory = Memory(arenas, mirrored=True)
+        ((_, answer),) = one.shards[0].step(Requested(WORKER, step(2), memory), one.now).replies
         assert (answer.message, answer.written) == (done(first), ())
+
+
+def test_values_in_mapped_memory_are_not_sent_by_whatever_link_they_are_asked_for_again() -> None:
+    one, arenas = rig(), {PULLED: np.zeros(64, np.uint8), **ONES}
+    mapped, mirror = (
+        Memory(arenas, mirrored=False),
+        Memory({PULLED: arenas[PULLED] * 0}, mirrored=True),
+    )
+    one.shards[0].sessions.by_client[WORKER].mirror = mirror
+    for memory in (mapped, mirror):  # unix, then TCP
+        ((_, answer),) = one.shards[0].step(Requested(WORKER, step(2), memory), one.now).replies
+        assert answer.written == ()
+    assert arenas[PULLED].view(np.float64)[:4].tolist() == [1.0] * 4
+
+
+def test_values_in_the_mirror_are_sent_by_whatever_link_they_are_asked_for_again() -> None:
+    one, arenas = rig(), {PULLED: np.zeros(64, np.uint8), **ONES}
+    mirror = Memory(arenas, mirrored=True)
+    one.shards[0].sessions.by_client[WORKER].mirror = mirror
+    for memory in (mirror, Memory({PULLED: arenas[PULLED] * 0}, mirrored=False)):  # TCP, then unix
+        ((_, answer),) = one.shards[0].step(Requested(WORKER, step(2), memory), one.now).replies
+        assert (answer.written, answer.mirror) == (((PULLED, 0, 32),), mirror)
+
+
+def test_clock_of_a_client_that_names_other_arenas_meanwhile_is_decided_for_all() -> None:
+    one = rig(policy=Sync(reduce="sum"))
+    assert one.again(WORKER, step(2), memory=ONES).replies == []
+    one.shards[0].sessions.by_client[WORKER].mirror = Memory({}, mirrored=True)
+    one.step(OTHER, {0: [1] * 4})
+    written = [each.payload for _, client, each in one.replies if client == WORKER][-1]
+    assert written.view(np.float64)[:4].tolist() == one.value() == [2.0] * 4
 
 
 def test_runs_of_an_outcome_are_forgotten_with_it() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import numpy as np
+
 from paramserve.core.request_memory import Memory
 from paramserve.core.shard_sessions import Answer, Request, ShardSession, Verdict
 from paramserve.messages import Done, Fetch
@@ -10,7 +12,7 @@ def session(window: int = 2) -> ShardSession:
 
 
 def request(seq: int) -> Request:
-    return Request(Fetch(seq, 0, 0, 0, 0), Memory({}))
+    return Request(Fetch(seq, 0, 0, 0, 0), Memory({}, mirrored=True))
 
 
 def test_admit_takes_exactly_the_next_number() -> None:
@@ -24,7 +26,8 @@ def test_admit_takes_exactly_the_next_number() -> None:
 def test_admit_answered_number_is_repeated_with_its_outcome() -> None:
     one = session()
     one.admit(1)
-    answer = Answer(Done(1, version=5), ((1, 64, 8),))
+    one.mirror = Memory({1: np.zeros(128, np.uint8)}, mirrored=True)
+    answer = Answer(Done(1, version=5), ((1, 64, 8),), one.mirror)
     one.keep_outcome(answer)
     assert one.admit(1) is Verdict.REPEATED
     assert one.answer_again(1) == answer

@@ -187,7 +187,7 @@ def test_read_writes_to_its_array_only_whatever_the_places_have_become() -> None
     arena = np.full(1 << 16, 7, np.uint8)
     keys, places = keys_at(arena, 64, 2)
     keys[:], places[:] = [8, 9], [1000, -1000]
-    block.read(Memory({1: arena}), ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2)))
+    block.read(Memory({1: arena}, mirrored=True), ReadTarget(0, 1, 1 << 15, Keys(2, 1, 64, 2)))
     end = (1 << 15) + 2 * DIM * 4
     assert (arena[256 : 1 << 15] == 7).all()
     assert (arena[end:] == 7).all()

@@ -6,13 +6,16 @@ import errno
 import fcntl
 import mmap
 import os
+from weakref import ref
 
 import numpy as np
 import pytest
 from tests.suites import each_case
 
+from paramserve.config import Limits
 from paramserve.errors import Overloaded, ProtocolError
-from paramserve.transport.arena import RESERVED_BYTES, Arena, map_arena
+from paramserve.transport.arena import RESERVED_BYTES, Arena, map_arena, new_mirror
+from paramserve.transport.framing import ByteArray
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd here")
 
@@ -132,3 +135,25 @@ def test_arena_starts_at_a_page() -> None:
     assert arena.memory.ctypes.data % mmap.PAGESIZE == 0
     assert arena.memory.dtype == np.uint8
     arena.close()
+
+
+def test_mirror_keeps_what_stays_and_leaves_the_one_before_as_it_is() -> None:
+    replaced: list[ref[ByteArray]] = []
+    first = new_mirror({}, replaced, [(1, SIZE), (2, SIZE)], Limits())
+    first[1][:], first[2][:] = 1, 2
+    second = new_mirror(first, replaced, [(2, SIZE), (3, 64)], Limits())
+    assert second.keys() == {2, 3}
+    assert (int(second[2][0]), int(second[3].sum()), int(first[1][0])) == (2, 0, 1)
+
+
+def test_replaced_mirrors_count_while_they_are_in_use() -> None:
+    limits, replaced, mirror = Limits(arena_bytes_max=2 * SIZE), list[ref[ByteArray]](), {}
+    for nbytes in (SIZE, 2 * SIZE, SIZE, 2 * SIZE):  # each before it is gone by then
+        mirror = new_mirror(mirror, replaced, [(1, nbytes)], limits)
+    in_use = mirror[1][:64]
+    mirror = new_mirror(mirror, replaced, [(1, SIZE)], limits)
+    for arenas in ([(1, SIZE)], [(1, SIZE), (2, 1)]):
+        with pytest.raises(Overloaded, match="arena_bytes_max"):
+            new_mirror(mirror, replaced, arenas, limits)
+    del in_use
+    assert new_mirror(mirror, replaced, [(1, 2 * SIZE)], limits).keys() == {1}

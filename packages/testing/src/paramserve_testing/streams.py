@@ -5,7 +5,7 @@ A stream does what a socket does; what its frames mean is left to the driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from paramserve.messages import (
     decoder,
     encode,
 )
-from paramserve.transport.connection import Handler, Kind, as_refusable, refusal
+from paramserve.transport.connection import NO_ARENAS, Handler, Kind, as_refusable, refusal
 from paramserve.transport.framing import ByteArray
 from paramserve_testing.loop import VirtualLoop
 from paramserve_testing.network import FAR, NEAR, Frame, Stream
@@ -54,8 +54,10 @@ class VirtualConnection:
         self.closed = False
         self._listener = listener
 
-    def send(self, header: bytes, runs: Sequence[Run] = ()) -> None:
-        frame = Frame.carrying(header, runs, self.arenas)
+    def send(
+        self, header: bytes, runs: Sequence[Run] = (), arenas: Mapping[int, ByteArray] = NO_ARENAS
+    ) -> None:
+        frame = Frame.carrying(header, runs, arenas)
         if self.early is not None:
             self.early.append(frame)
         else:
