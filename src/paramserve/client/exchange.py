@@ -148,7 +148,8 @@ class Exchange(Links):
         link = super()._connect(shard, timeout_s)
         if not link.shared:
             self._pollings.clear()
-            link.while_blocked = partial(self._read_while_blocked, shard)
+        # Bytes may also come over a link that shares memory: for what was asked over another one.
+        link.while_blocked = partial(self._read_while_blocked, shard)
         return link
 
     def _read_while_blocked(self, shard: ReachedShard) -> None:

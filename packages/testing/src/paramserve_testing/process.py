@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from paramserve.client.exchange import Exchange
@@ -41,6 +42,8 @@ from paramserve_testing.network import NEAR, Frame, Stream
 if TYPE_CHECKING:
     from paramserve_testing.simulated import SimulatedCluster
 
+OTHER_LINK_RATE = 0.3
+"""Share of new links that are of the other kind than the one before, where links are mixed."""
 RETRY_S = 0.004
 """Seconds before a shard that does not answer is dialled again."""
 REJOIN_S = 0.01
@@ -114,8 +117,10 @@ class ClientProcess(ABC):
         scenario, random = cluster.scenario, cluster.random
         self.window = scenario.outstanding
         self._deadlines = cluster.client_deadlines
-        self.shared = [scenario.is_shared(random) for _ in range(scenario.servers)]
+        self._shared = [scenario.is_shared(random) for _ in range(scenario.servers)]
         """True by shard: requests speak of this client's memory; else bytes are copied."""
+        self._dials = Random(f"dials {cluster.seed} {writer}")
+        self._dialled: set[int] = set()
         self.late = False
         """Whether it may find the others under way."""
         self._fiber = Fiber(cluster.clock, self._run)
@@ -377,7 +382,8 @@ class ClientProcess(ABC):
         until = clock.now + timeout_s
         shard = int(addresses[0].removeprefix("shard "))
         while True:
-            memory = {each.number: each.memory for each in arenas if self.shared[shard]}
+            shares = self._shares(shard)
+            memory = {each.number: each.memory for each in arenas if shares}
             stream = self.cluster.connect(self, shard, memory)
             link = self._links[stream.number] = VirtualLink(
                 addresses[0], stream, self._fiber, memory, self._sent
@@ -395,6 +401,14 @@ class ClientProcess(ABC):
                 link.close()
                 raise
             VirtualTiming(clock, self._fiber, self._readable).sleep(RETRY_S)
+
+    def _shares(self, shard: int) -> bool:
+        """Whether the next link to a shard shares memory: a client tries that first each time, and
+        connects otherwise where it fails."""
+        mixed = self.cluster.scenario.links == "mixed" and shard in self._dialled
+        self._dialled.add(shard)
+        self._shared[shard] ^= mixed and self._dials.random() < OTHER_LINK_RATE
+        return self._shared[shard]
 
     def _readable(self, number: int) -> bool:
         return self._links[number].readable
