@@ -54,6 +54,7 @@ from paramserve.core.leases import Leases, Span
 from paramserve.core.partition import Block
 from paramserve.core.policy_changes import PolicyAgreement
 from paramserve.core.policy_epochs import Changes
+from paramserve.core.request_memory import Memory
 from paramserve.core.shard import Shard
 from paramserve.core.shard_sessions import Answer, ReadRequest, Request, Sessions, ShardSession
 from paramserve.messages import (
@@ -534,7 +535,7 @@ def mirror_begins_anew_with_each_connection(
     def forgets(role: ServerRole, conn: Any, hello: Hello) -> None:
         session = role.shard.sessions.by_client.get(hello.client)
         if session is not None:
-            session.mirror = {}
+            session.mirror = Memory({}, mirrored=True)
         come(role, conn, hello)
 
     monkeypatch.setattr(ServerRole, "_client", forgets)

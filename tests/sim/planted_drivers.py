@@ -19,8 +19,9 @@ from paramserve.coordinator import CoordinatorRole
 from paramserve.core import collectives
 from paramserve.core.collectives import Collectives, _Ended, _Open, reduced
 from paramserve.core.coordination import Called, CoordinatorEvent
-from paramserve.core.events import ClientGone, DeadlineReached
+from paramserve.core.events import ClientGone, DeadlineReached, Effects
 from paramserve.core.group import GroupMachine
+from paramserve.core.shard_sessions import Answer
 from paramserve.messages import AllReduce, Hello, Leave, Member, Members, Ok, encode
 from paramserve.server import ServerRole
 from paramserve.transport.connection import Connection, StreamConnection
@@ -298,6 +299,20 @@ def place_of_the_first_optimizer(monkeypatch: pytest.MonkeyPatch) -> type[Simula
     return SimulatedCluster
 
 
+def bytes_go_by_the_present_link(monkeypatch: pytest.MonkeyPatch) -> type[SimulatedCluster]:
+    """Values that lie in a mirror are not sent where the client's memory is mapped by now."""
+    act = ServerRole._act
+
+    def by_link(role: ServerRole, effects: Effects) -> None:
+        for at, (client, answer) in enumerate(effects.replies):
+            if client in role._clients and role._clients[client].shared:
+                effects.replies[at] = client, Answer(answer.message)
+        act(role, effects)
+
+    monkeypatch.setattr(ServerRole, "_act", by_link)
+    return SimulatedCluster
+
+
 COLLECTIVE = {"collectives": True, "others": ()}
 CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     (
@@ -307,6 +322,7 @@ CASES: tuple[tuple[Plant, Policy, dict[str, Any]], ...] = (
     ),
     (only_the_first_of_several_notices, Sync(reduce="sum"), {"faults": STALLS}),
     (message_dropped_while_connecting, Sync(reduce="sum"), {}),
+    (bytes_go_by_the_present_link, Async(), {}),
     (answered_on_the_older_connection, Async(), {}),
     (end_of_the_older_connection_ends_the_newer, Async(), {}),
     (control_not_read_after_it_was_restored, Sync(reduce="sum"), {}),

@@ -41,6 +41,9 @@ class ShardWithTwin(Shard):
     def step(self, event: Event, now: float) -> Effects:
         effects = super().step(event, now)
         if self.twin is not None:
+            for client, session in self.sessions.by_client.items():
+                if client in self.twin.sessions.by_client:
+                    self.twin.sessions.by_client[client].mirror = session.mirror
             compare(effects, self.twin.step(event, now))
             if state_of(self) != state_of(self.twin):
                 raise Differs(f"the shard is {state_of(self)}\nits twin {state_of(self.twin)}")
