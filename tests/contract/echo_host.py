@@ -66,7 +66,7 @@ class Echo:
             self.changed.notify_all()
         if hello.rank == 77:
             conn.arenas[1][:3] = np.arange(3)
-            conn.send(b"sent while opening", [(1, 0, 3)])
+            conn.send(b"sent while opening", [(1, 0, 3)], conn.arenas)
 
     def frame(self, conn: Connection, header: bytes) -> None:
         with self.changed:
@@ -81,14 +81,14 @@ class Echo:
             conn.send(b"doubled")
         elif word == b"flood":
             for _ in range(100):
-                conn.send(b"drop", [(1, 0, int(rest))])
+                conn.send(b"drop", [(1, 0, int(rest))], conn.arenas)
         elif word == b"bug":
             raise ZeroDivisionError
         elif word == b"leave":
             conn.close()
         else:
             name, _, runs = header.partition(RUNS)
-            conn.send(name, _decode_runs(runs) if runs else ())
+            conn.send(name, _decode_runs(runs) if runs else (), conn.arenas)
 
     def closed(self, conn: Connection) -> None:
         with self.changed:

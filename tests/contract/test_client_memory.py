@@ -91,7 +91,7 @@ def test_client_that_reads_nothing_stops_no_other(cluster: RoleCluster) -> None:
 
 def mirror_of(cluster: RoleCluster, client: Client) -> dict[int, Any]:
     sessions = cluster.servers[0].role.shard.sessions
-    return sessions.by_client[client.connection.id].mirror
+    return sessions.by_client[client.connection.id].mirror.arenas
 
 
 def is_mirrored(cluster: RoleCluster, client: Client) -> bool:

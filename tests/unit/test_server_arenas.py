@@ -49,7 +49,7 @@ class Peer:
         self.arenas: dict[int, Any] = {1: np.zeros(NBYTES, np.uint8)}
         self.replies: list[Any] = []
 
-    def send(self, header: bytes, runs: Any = ()) -> None:
+    def send(self, header: bytes, runs: Any = (), arenas: Any = None) -> None:
         self.replies.append(_decode(header))
 
 

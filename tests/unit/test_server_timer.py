@@ -57,7 +57,7 @@ class Peer:
         self.arenas: dict[int, Any] = {1: np.zeros(NBYTES, np.uint8)}
         self.replies: list[tuple[float, Any]] = []
 
-    def send(self, header: bytes, runs: Any = ()) -> None:
+    def send(self, header: bytes, runs: Any = (), arenas: Any = None) -> None:
         self.replies.append((self._loop.time(), _decode_reply(header)))
 
 
