@@ -173,7 +173,11 @@ class _Progress:
         write_line(f"compiling {in_words(self._count)} for {what}{several}; kept {where}")
 
     def tell(self, compiled: Callable[[int], bool]) -> None:
-        """Write how far it is, and how long it may take yet, if that was not written just now."""
+        """Write how far it is, and how long it may take yet, if that was not written just now.
+
+        Args:
+            compiled: whether the kernel of this place is.
+        """
         now = time.monotonic()
         if self._begin is not None and now < self._written_at + PROGRESS_S:
             return

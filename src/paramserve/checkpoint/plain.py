@@ -92,6 +92,11 @@ _Dumped = tuple[bytes, dict[str, tuple[str, tuple[int, ...], bytes]]]
 
 
 class _Packing:
+    """Makes msgpack of plain data that a worker or a scheduler saves.
+
+    `at`: the place, for errors; `depth`: containers around it.
+    """
+
     def __init__(self) -> None:
         self.arrays: Arrays = {}
 

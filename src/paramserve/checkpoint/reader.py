@@ -186,10 +186,12 @@ class Checkpoint:
     # --- rows ------------------------------------------------------------------------------------
 
     def rows(self, table: str, shard: int, shards: int) -> Iterator[Columns]:
-        """All rows of a shard, each key once, some at a time in the order of `rows.in_order`.
+        """All rows of a shard, each key once, some at a time, in the order of
+        `checkpoint.rows.in_order`.
 
         Args:
-            shard, shards: of any number; (0, 1) is the whole table.
+            shard, shards: its number and their count, also another count than it was written by;
+                (0, 1) is the whole table.
         Raises:
             CheckpointError: there is no such table.
         """

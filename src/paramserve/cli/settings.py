@@ -137,7 +137,7 @@ def _command(root: click.Context, name: str) -> click.Command | None:
 def _options(
     path: str, table: str, command: click.Command | None, values: Mapping[str, Any]
 ) -> list[tuple[click.Option, Any]]:
-    """The options that a command's table means, with their values.
+    """The options that a command's table of the file means, with their values.
 
     Raises:
         ValueError: the command has no such option, or its values are of another type.

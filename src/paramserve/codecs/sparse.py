@@ -74,7 +74,7 @@ class Sparse(Codec):
 
         Args:
             values: [count], finite.
-            places: [kept(count)], gets their places, rising.
+            places: [chosen_count(count)], gets their places, rising.
             out: [places_size(count)] of any alignment, gets the bytes that tell the places.
             seed: of what is drawn.
         Returns:
@@ -83,7 +83,7 @@ class Sparse(Codec):
 
     @abstractmethod
     def find(self, data: Bytes, count: int) -> Places:
-        """The places [kept(count)] that bytes tell, rising and below `count`.
+        """The places [chosen_count(count)] that bytes tell, rising and below `count`.
 
         Args:
             data: of any alignment; may come from a peer.

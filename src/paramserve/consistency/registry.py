@@ -191,6 +191,8 @@ def build(described: ConsistencySpec, registered: Mapping[str, Any] = NONE) -> P
 def _arguments(
     kind: type[Policy], described: ConsistencySpec, registered: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """What a policy's class is called with: options `field.inner` are made into the codec, rule,
+    damping or function that the field's annotation names."""
     nested: dict[str, dict[str, Any]] = {}
     plain: dict[str, Any] = {}
     for name, value in described.options.items():

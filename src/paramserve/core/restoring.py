@@ -108,7 +108,7 @@ def _check_states(every: Sequence[SavedBlock | SavedTable], blocks: Mapping[int,
     """Refuse rules that keep other states than those that the checkpoint was written with.
 
     Raises:
-        CheckpointError: each difference is named. Nothing was read.
+        CheckpointError: each difference is named. No values were read; the shard is not to be used.
     """
     wrong = []
     for saved in every:

@@ -1,4 +1,5 @@
-"""What workers told of gradients sent and values read encoded, by rank and group."""
+"""What workers told the coordinator of gradients sent and of values read encoded, by rank and
+group."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class SentByRank:
             self._reports[key] = _Report(client, each, before)
 
     def report(self) -> tuple[tuple[int, SentGradients], ...]:
-        """Bytes of all incarnations and the residual of the last one, by rank and group."""
+        """For `Status`: bytes of all incarnations and the residual of the last one, by rank and
+        group."""
         reports = []
         for (rank, group), each in sorted(self._reports.items()):
             sent_bytes, plain, *read = _sum(each)

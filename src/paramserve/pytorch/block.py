@@ -323,7 +323,8 @@ class Sample:
 
 
 def _in_memory_order(param: Tensor) -> Tensor:
-    """A view [n] of a parameter's elements; of one with gaps between them, of its first row."""
+    """A view [n] of a parameter's elements, for `Sample`; of one with gaps between them only its
+    first row: a sample need not have all."""
     strides = param.stride()
     order = sorted(range(param.ndim), key=lambda axis: -strides[axis])
     ordered = param.detach().permute(order)

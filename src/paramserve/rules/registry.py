@@ -34,13 +34,14 @@ TORCH = "torch"
 
 
 def as_rule(value: Rule | Callable[..., Any] | str) -> Rule:
-    """A rule as a user gave it: itself, or what stands for a torch optimizer.
+    """What `rule=` of `Client.define` or a table was given, as a rule.
 
     Args:
-        value: a rule; or as `torch_kinds.rule_of` takes it. A str, as other libraries take one, is
-            refused with what to write.
+        value: a rule; or as `torch_kinds.rule_of` takes it. What else is no rule is given back:
+            `spec` refuses it.
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError: a class, a name, an optimizer.
+        TypeError, ValueError: as `torch_kinds.rule_of`.
     """
     if isinstance(value, type) and issubclass(value, BuiltIn | CustomRule):
         raise TypeError(
