@@ -112,22 +112,24 @@ class _Packing:
         if kind is int:
             return _whole(value)
         if kind is tuple:
-            return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(self._list(value, at, depth)))
+            return msgspec.msgpack.Ext(
+                _TUPLE, msgspec.msgpack.encode(self._packed_list(value, at, depth))
+            )
         if kind is list:
-            return self._list(value, at, depth)
+            return self._packed_list(value, at, depth)
         if kind is dict:
-            return self._dict(value, at, depth)
+            return self._packed_dict(value, at, depth)
         if kind in PLAIN or _is_size(value):
             inner = self.packed(PLAIN.get(kind, tuple)(value), at, depth)
             return msgspec.msgpack.Ext(_NAMED, msgspec.msgpack.encode((kind.__qualname__, inner)))
         if isinstance(value, np.generic):
-            return self._scalar(value, at)
-        return self._array(value, at)
+            return self._packed_scalar(value, at)
+        return self._packed_array(value, at)
 
-    def _list(self, value: Sequence[Any], at: str, depth: int) -> list[Any]:
+    def _packed_list(self, value: Sequence[Any], at: str, depth: int) -> list[Any]:
         return [self.packed(each, f"{at}[{i}]", depth + 1) for i, each in enumerate(value)]
 
-    def _dict(self, value: Mapping[Any, Any], at: str, depth: int) -> dict[Any, Any]:
+    def _packed_dict(self, value: Mapping[Any, Any], at: str, depth: int) -> dict[Any, Any]:
         for key in value:
             if type(key) not in KEYS or isinstance(_key(key), msgspec.msgpack.Ext):
                 what = "of over 64 bits" if type(key) is int else "that is no Unicode"
@@ -138,13 +140,13 @@ class _Packing:
                 )
         return {key: self.packed(each, f"{at}[{key!r}]", depth + 1) for key, each in value.items()}
 
-    def _scalar(self, value: np.generic, at: str) -> Any:
+    def _packed_scalar(self, value: np.generic, at: str) -> Any:
         if value.dtype.name not in KINDS:
             raise _refused(value, at)
         packed = msgspec.msgpack.encode((value.dtype.name, value.tobytes()))
         return msgspec.msgpack.Ext(_SCALAR, packed)
 
-    def _array(self, value: Any, at: str) -> Any:
+    def _packed_array(self, value: Any, at: str) -> Any:
         if type(value) in (np.ndarray, np.memmap) and value.dtype.name in KINDS:
             kind, dtype, elements = _ARRAY, value.dtype.name, value
         else:

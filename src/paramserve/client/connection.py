@@ -76,8 +76,10 @@ class _Arrival:
         self._tells = tells
         self._until = time.monotonic() + limit_s
 
-    def attempt(self, part: Callable[[float], T]) -> T:
-        """What a part of the wait gives that is tried for so many seconds."""
+    def wait_for(self, part: Callable[[float], T]) -> T:
+        """Call a part of the join (reach the coordinator, then `Join`) with the seconds that are
+        left; its result. With `tells`: for `SAY_S` first, then the user is told and it is called
+        again."""
         left_s = self.left_s
         try:
             try:
@@ -282,9 +284,9 @@ class Connection:
             call = Join(0, rank, os.getpid(), workers, max(limit_s, LEAST_S))
             return control.call(call, Joined, timeout_s=limit_s)
 
-        control = arrival.attempt(reach)
+        control = arrival.wait_for(reach)
         try:
-            joined = arrival.attempt(join)
+            joined = arrival.wait_for(join)
             return cls(
                 control,
                 joined,

@@ -56,8 +56,9 @@ class Decoder:
             start += padded(room)
         return [*places, (start, 0)]
 
-    def target(self, block: Block, shard: int, arena: int, offset: int) -> ReadTarget | None:
-        """Where a shard writes its part encoded; None: it has none.
+    def read_target(self, block: Block, shard: int, arena: int, offset: int) -> ReadTarget | None:
+        """Where a shard on another host is to write its part of a block's values encoded, for a
+        `Step` or `Read`; sets `used`. None: the shard has nothing of the block.
 
         Args:
             arena, offset: of the slot.

@@ -480,7 +480,7 @@ class Dense:
             for block in selection.blocks:  # a client that only reads does without
                 load_kernels(block.kept, half=block.spec.half)
             selection.pushable = True
-        return selection, selection.arrays(pairs)
+        return selection, selection.checked_gradients(pairs)
 
     def _one_group(self, pairs: Mapping[str, npt.ArrayLike]) -> Selection:
         """What is named in a call that goes to one group."""

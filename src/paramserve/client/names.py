@@ -343,10 +343,11 @@ class Selection:
         self.parts = [Part.of(block, list(by_block[block.id].values())) for block in self.blocks]
         self.pushable = False
 
-    def arrays(self, values: Mapping[str, npt.ArrayLike]) -> list[Array]:
-        """What was given for these names, in their order, as arrays that can be written to the
-        parameters.
+    def checked_gradients(self, values: Mapping[str, npt.ArrayLike]) -> list[Array]:
+        """The gradients given for these names, checked.
 
+        Args:
+            values: in the order of `names`.
         Raises:
             ShapeMismatch, DtypeMismatch: nothing was sent.
         """

@@ -66,7 +66,7 @@ class ValueSlots:
             # A slot that was taken for servers on this host has no room for more than the values.
             remote = shard.link is None or not shard.link.shared
             if remote and decoder.layout(block)[-1][0] <= slot.bytes.size:
-                target = decoder.target(block, shard.number, slot.arena, slot.offset)
+                target = decoder.read_target(block, shard.number, slot.arena, slot.offset)
                 parts[shard.number] = target if target is not None else parts[shard.number]
         return tuple(parts)
 

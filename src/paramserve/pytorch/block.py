@@ -197,7 +197,7 @@ def _check(name: str, param: Tensor) -> None:
         )
 
 
-def check_unscaled(layout: Layout) -> None:
+def check_unscalable(layout: Layout) -> None:
     """Refuse to unscale gradients of a block.
 
     Raises:
@@ -361,7 +361,7 @@ class ServedBlock(AdoptedBlock):
         """
         hyper = self.hyper.read(groups[self.group] if self.group is not None else None)
         if unscale is not None:
-            check_unscaled(self.layout)
+            check_unscalable(self.layout)
         slot = client.dense.gradient_slot(self.block)
         flat, views = self._views.of(slot)
         gradients = [param.grad for param in self._params]

@@ -20,11 +20,11 @@ from paramserve.pytorch.batches import (
     by_rows,
     check_counts,
     check_range,
+    kept_for_dataset,
     loading,
     loop,
     loop_progress,
     order,
-    shared,
     size_of,
 )
 from paramserve.training.leases import AS_WORKER_SAYS, DrawnBatch, LeasedWork
@@ -247,7 +247,7 @@ def lease(
             has_others=lambda: course.has_static,
         )
 
-    work = shared(worker.passes, dataset, arguments, make)
+    work = kept_for_dataset(worker.passes, dataset, arguments, make)
     return work if not work.active else make()
 
 

@@ -22,7 +22,7 @@ from paramserve.client import BlockPush
 from paramserve.client.pace import Pace
 from paramserve.consistency.built_in import AsyncLocalSteps, ElasticAverage, LocalSteps
 from paramserve.pytorch.adopted import Adopted, Plan, reciprocal
-from paramserve.pytorch.block import AdoptedBlock, Layout, check_unscaled
+from paramserve.pytorch.block import AdoptedBlock, Layout, check_unscalable
 from paramserve.pytorch.settings import Settings
 from paramserve.rules.delayed_nesterov import DelayedNesterov
 from paramserve.rules.sgd import SGD
@@ -118,7 +118,7 @@ class Local(Adopted[B]):
             params = [param for group in groups for param in group["params"]]
             if grad_scale is not None:
                 for part in self._parts:
-                    check_unscaled(part.layout)
+                    check_unscalable(part.layout)
                 unscale(params, reciprocal(grad_scale))
             self._before_own_step()
             loss = own_step(self._clipping(params, closure))

@@ -39,11 +39,11 @@ class Bench:
 
     def capture(self, given: dict[str, np.ndarray]) -> tuple[Pushes, bool]:
         selection = self.names.select(tuple(given))
-        return self.gradients.capture(selection, selection.arrays(given))
+        return self.gradients.capture(selection, selection.checked_gradients(given))
 
     def stage(self, given: dict[str, np.ndarray], at_once: bool = False) -> None:
         selection = self.names.select(tuple(given))
-        self.gradients.stage(selection, selection.arrays(given), self.kept, at_once)
+        self.gradients.stage(selection, selection.checked_gradients(given), self.kept, at_once)
 
 
 @pytest.fixture(scope="module", autouse=True)
