@@ -92,7 +92,7 @@ class Committer:
         folder, name = self._folder, work.name
         reports = [msgspec.msgpack.decode(each, type=tuple[Written, ...]) for each in work.files]
         with Writer(folder.storage, name) as writer:
-            writer.message(CLUSTER_PATH, work.cluster)
+            writer.write_message(CLUSTER_PATH, work.cluster)
             reports.append(writer.finish())
         record = _decode(work.cluster)
         cut_report = work.cut

@@ -141,7 +141,7 @@ def _record(
 
 
 def _write_record(writer: Writer, record: ShardRecord) -> None:
-    writer.message(shard_path(record.shard), msgspec.msgpack.encode(record))
+    writer.write_message(shard_path(record.shard), msgspec.msgpack.encode(record))
 
 
 def _write_sums(writer: Writer, part: ShardCut, record: ShardRecord) -> None:
@@ -157,7 +157,7 @@ def _write_sums(writer: Writer, part: ShardCut, record: ShardRecord) -> None:
         else:
             arrays[str(each.block)] = own.array.dtype.name, own.array
     for group, arrays in by_group.items():
-        writer.tensors(sums_path(names[group], part.shard), arrays)
+        writer.write_tensors(sums_path(names[group], part.shard), arrays)
 
 
 def _write_dense(

@@ -234,7 +234,7 @@ class Writer:
         with Writer(storage, "step-4000") as writer:
             file = writer.dense("values/model.safetensors", blocks, shard)
             file.write(0, values)
-            writer.message("shard-0.msgpack", state)
+            writer.write_message("shard-0.msgpack", state)
             report = writer.finish()
 
     Args:
@@ -308,7 +308,7 @@ class Writer:
         file = self._files[path] = TableFile(output, table, sections, whole, full)
         return file
 
-    def message(self, path: str, data: bytes) -> None:
+    def write_message(self, path: str, data: bytes) -> None:
         """Write control state.
 
         Raises:
@@ -316,7 +316,7 @@ class Writer:
         """
         self._open(path, Layout(b"", {}, len(data)), header=False).put(0, data)
 
-    def saved(self, rank: int, state: Plain) -> None:
+    def write_saved(self, rank: int, state: Plain) -> None:
         """Write what a worker saved.
 
         Raises:
@@ -324,11 +324,11 @@ class Writer:
         """
         text, arrays = pack(state)
         path = worker_path(rank)
-        self.message(path, text)
+        self.write_message(path, text)
         if arrays:
-            self.tensors(path.removesuffix(".msgpack") + TENSORS, arrays)
+            self.write_tensors(path.removesuffix(".msgpack") + TENSORS, arrays)
 
-    def tensors(self, path: str, arrays: Mapping[str, tuple[str, Array]]) -> None:
+    def write_tensors(self, path: str, arrays: Mapping[str, tuple[str, Array]]) -> None:
         """Write whole tensors: by name, dtype (a key of `tensors.KINDS`) and elements.
 
         Raises:

@@ -14,15 +14,15 @@ class LoopProgress:
         self.done = 0.0
         self._epoch, self._epochs = 0, 1
 
-    def epoch(self, number: int, epochs: int) -> None:
+    def begin_epoch(self, number: int, epochs: int) -> None:
         """An epoch begins: so many of these were done before it."""
         self._epoch, self._epochs = number, epochs
         self.done = number / epochs
 
-    def batch(self, number: int, batches: int) -> None:
+    def take_batch(self, number: int, batches: int) -> None:
         """A batch is taken: so many of the epoch's, or of the loop's, were done before it."""
         self.done = (self._epoch + min(number / batches, 1.0)) / self._epochs
 
-    def epochs_over(self) -> None:
+    def end_epochs(self) -> None:
         """The loop over epochs has ended; what comes is by itself."""
         self.done, self._epoch, self._epochs = 1.0, 0, 1

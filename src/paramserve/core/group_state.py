@@ -167,7 +167,7 @@ class Reads:
             self._spare.append(reads.popleft()[1])
         return reads[0][1] if reads[0][0] == version else {}
 
-    def only(self, ranks: Iterable[int]) -> None:
+    def keep_only(self, ranks: Iterable[int]) -> None:
         """Forget all other ranks."""
         others = set(self.by_rank).difference(ranks)
         for rank in sorted(others):
@@ -426,7 +426,7 @@ class GroupState:
             live: ranks that clocks wait for, in order.
         """
         self.members.update(live, self.start)
-        self.reads.only(live)
+        self.reads.keep_only(live)
         if any(rank in self.notes for rank in live):
             # A worker that comes later goes by the notes of a live one.
             for rank, member in members.items():

@@ -222,7 +222,7 @@ class Shard:
                 self.cuts.end_checkpoint(checkpoint, committed=committed)
                 for block in self.blocks.values():
                     if isinstance(block, KeyedBlock) and block.changes is not None:
-                        block.changes.over(checkpoint, committed=committed)
+                        block.changes.end_checkpoint(checkpoint, committed=committed)
             case DeadlineReached():
                 self.cuts.deadline_reached(now)
                 self.decisions.deadline_reached(now)

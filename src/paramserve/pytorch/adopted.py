@@ -771,7 +771,7 @@ class Adopted(ABC, Generic[B]):
     def _warn_of_repeats(self) -> None:
         """Warn of repeated steps, before the first step of a worker that was started again."""
         self._registry.begins = False
-        self._worker.notices.repeats(self._worker.optimizers.groups[0])
+        self._worker.notices.warn_of_repeated_steps(self._worker.optimizers.groups[0])
 
     def _count_step(self) -> None:
         """A step was made: on rank 0 assign the buffers, if it is time, and on all ranks those that

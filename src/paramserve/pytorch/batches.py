@@ -227,10 +227,10 @@ def loop(worker: Host, first: int, done: int, epochs: int) -> Iterator[int]:
             if worker.retiring:
                 return
             steps.epochs += 1
-            steps.loop.epoch(epoch - first, epochs - first)
+            steps.loop.begin_epoch(epoch - first, epochs - first)
             yield epoch
     finally:
-        steps.loop.epochs_over()
+        steps.loop.end_epochs()
         worker.course.loops_ended += 1
 
 

@@ -129,14 +129,14 @@ class LeasedLoader:
                 with closing(self._present_batches()) as batches:
                     for batch in batches:
                         work.delivered()
-                        loop.batch(number, work.batches_expected)
+                        loop.take_batch(number, work.batches_expected)
                         number += 1
                         yield batch
                         if work.retiring:
                             work.settle()
                             return
                 if torch.is_grad_enabled() and self._worker.trains_alone:
-                    self._worker.notices.trains_alone()
+                    self._worker.notices.warn_of_training_alone()
                 if not work.more():
                     return
         finally:

@@ -236,9 +236,9 @@ class Loader:
                 }
                 epoch = course.epoch_behind(done)
                 if remaining and all_have_stopped(worker.client, clocks, epoch):
-                    worker.notices.others_have_stopped(start + done - 1)
+                    worker.notices.report_that_others_have_stopped(start + done - 1)
                     return loop(worker, start, done, start + done)
-                worker.notices.behind_epoch(start + done - 1)
+                worker.notices.report_behind_epoch(start + done - 1)
             course.leave_out(self._epochs, done, steps)
             self._epochs.next += epochs_begun
         return loop(worker, start, done, epochs)
@@ -280,7 +280,7 @@ class Loader:
         try:
             with closing(self._loaded(first, present.end - present.start)) as loaded:
                 for number, (epoch, batch) in enumerate(loaded, present.start):
-                    loop.batch(number, self._length)
+                    loop.take_batch(number, self._length)
                     if epoch != epoch_now:
                         epoch_now = epoch
                         self._tell_if_alone()
@@ -292,13 +292,13 @@ class Loader:
                         yield batch
         finally:
             present.close(self._epochs.next - first_epoch)
-        loop.batch(1, 1)
+        loop.take_batch(1, 1)
         self._epochs.ended = self._epochs.ended or torch.is_grad_enabled()
 
     def _tell_if_alone(self) -> None:
         """An epoch was gone through and the next one begins: say where no server knows of it."""
         if torch.is_grad_enabled() and self._worker.trains_alone:
-            self._worker.notices.trains_alone()
+            self._worker.notices.warn_of_training_alone()
 
     def _loaded(self, first: int, count: int) -> Generator[tuple[int, Any], None, None]:
         """Yield the batches that are left, each with its epoch; rows are asked for ahead."""

@@ -182,7 +182,7 @@ class Schedules:
                 _install(groups, best[1].numbers)
             self._as_started = _numbers(groups)
 
-    def behind(self) -> None:
+    def mark_behind(self) -> None:
         """This worker took no part for a while: it goes on where the others are."""
         self._behind = True
 

@@ -103,7 +103,7 @@ class Served(Adopted[ServedBlock]):
         """Take the servers' present values, as after a step."""
         self.install_pending()
         if self._parts and self._successor is None:
-            self.schedules.behind()
+            self.schedules.mark_behind()
             self._pull(self._parts)
 
     # --- a step ---------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ class Notices:
         self._report = report
         self._told_alone = self._told_behind = False
         self._looked = False
-        """Whether `repeats` has."""
+        """Whether `warn_of_repeated_steps` has."""
 
-    def repeats(self, group: str) -> None:
+    def warn_of_repeated_steps(self, group: str) -> None:
         """Warn where a restarted worker repeats steps of its older incarnation, because nothing has
         asked how many these were.
 
@@ -73,7 +73,7 @@ class Notices:
         )
         write_line(line)
 
-    def nothing_left(self, group: str) -> None:
+    def report_nothing_left(self, group: str) -> None:
         """Report at the end of the function that a restarted or resumed worker has made no step,
         and so has maybe printed nothing.
 
@@ -94,7 +94,7 @@ class Notices:
             )
             write_line(line)
 
-    def behind_epoch(self, epoch: int) -> None:
+    def report_behind_epoch(self, epoch: int) -> None:
         """A loop over `loader.epochs` goes on right behind an epoch whose steps are done: say that
         what follows them in the loop may be missing."""
         if self._told_behind:
@@ -109,7 +109,7 @@ class Notices:
         )
         write_line(line)
 
-    def others_have_stopped(self, epoch: int) -> None:
+    def report_that_others_have_stopped(self, epoch: int) -> None:
         """A loop over `loader.epochs` ends at its beginning, since all other ranks have returned
         behind the epoch in which this one died."""
         line = (
@@ -118,14 +118,15 @@ class Notices:
         )
         write_line(line)
 
-    def trains_alone(self) -> None:
+    def warn_of_training_alone(self) -> None:
         """The function has gone through its batches once, and no server knows of it."""
         if not self._told_alone:
             self._told_alone = True
             self._tell(TRAINS_ALONE, alone_so_far(self._client.rank))
 
-    def trained_alone(self) -> None:
-        """Warn, at the end of the function, if the rank trained alone; see `trains_alone`."""
+    def warn_of_having_trained_alone(self) -> None:
+        """Warn, at the end of the function, if the rank trained alone; see
+        `warn_of_training_alone`."""
         if not self._told_alone:
             self._tell(TRAINED_ALONE, f"rank {self._client.rank} {UNTRAINED}")
 

@@ -726,8 +726,8 @@ class Worker:
             )
         self.tell_steps()
         if self.trains_alone:
-            self.notices.trained_alone()
-        self.notices.nothing_left(self._group)
+            self.notices.warn_of_having_trained_alone()
+        self.notices.report_nothing_left(self._group)
         if waiting := self.client.steps.staged.unapplied():
             warn_user(
                 f"rank {self.rank} ends with pushes that wait for a tick: {waiting}. They are not "

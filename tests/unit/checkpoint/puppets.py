@@ -111,7 +111,7 @@ class Puppets:
     def write(self, shard: int, notice: WriteCut) -> None:
         """Do a server's part."""
         with Writer(self.storage, notice.name) as writer:
-            writer.message(shard_path(shard), b"all of it")
+            writer.write_message(shard_path(shard), b"all of it")
             files = msgspec.msgpack.encode(writer.finish())
         part = CutWritten(notice.checkpoint, shard, files, 0.001 * shard, self.marks)
         self.happen(Noticed(SERVER + shard, part))

@@ -121,7 +121,7 @@ def write_server(
         for section, (keys, columns, values) in made.items():
             for batch in batches(keys, columns, values):
                 rows.write(section, batch)
-        writer.message(shard_path(shard), b"shard %d of %d" % (shard, number))
+        writer.write_message(shard_path(shard), b"shard %d of %d" % (shard, number))
         return writer.finish()
 
 
@@ -170,8 +170,8 @@ def batches(
 def write_cluster(storage: Storage, name: str, number: int) -> tuple[Written, ...]:
     """The coordinator's part."""
     with Writer(storage, name) as writer:
-        writer.message(CLUSTER_PATH, b"cluster %d" % number)
-        writer.saved(0, SAVED | {"number": number})
+        writer.write_message(CLUSTER_PATH, b"cluster %d" % number)
+        writer.write_saved(0, SAVED | {"number": number})
         return writer.finish()
 
 

@@ -288,7 +288,7 @@ def test_writer_tells_its_bytes_and_syncs_on_the_way(monkeypatch: pytest.MonkeyP
     disk = Disk()
     with Writer(disk, "x") as writer:
         for number in range(3):
-            writer.message(f"shard-{number}.msgpack", bytes(900))
+            writer.write_message(f"shard-{number}.msgpack", bytes(900))
         file = writer.dense("values/v.safetensors", [sample.blocks(1)[1]], 0)
         for values in np.array_split(np.zeros(620, np.float32), 10):
             file.write(1, values)

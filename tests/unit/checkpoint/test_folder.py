@@ -173,10 +173,10 @@ def test_prune_removes_every_kind_of_file(tmp_path: Path) -> None:
         name = folder.begin(1)
         with Writer(folder.storage, name) as writer:
             for path in (*paths, manifest_module.CLUSTER_PATH):
-                writer.message(path, b"content")
-            writer.saved(0, {"tensor": np.zeros(2)})
+                writer.write_message(path, b"content")
+            writer.write_saved(0, {"tensor": np.zeros(2)})
             with pytest.raises(ValueError, match=r"notes\.txt would stay behind"):
-                writer.message("notes.txt", b"content")
+                writer.write_message("notes.txt", b"content")
             folder.commit(name, [writer.finish()], sample.Cut(step=1, shards=1))
         sample.save(folder, 2)
         assert folder.prune(keep=1).checkpoints == (name,)

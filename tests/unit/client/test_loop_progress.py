@@ -10,19 +10,19 @@ from paramserve.client.loop_progress import LoopProgress
 def test_batches_by_themselves() -> None:
     loop = LoopProgress()
     assert loop.done == 0.0
-    loop.batch(3, 4)
+    loop.take_batch(3, 4)
     assert loop.done == 0.75
-    loop.batch(9, 4)
+    loop.take_batch(9, 4)
     assert loop.done == 1.0, "of a number that was an estimate"
 
 
 def test_batches_within_epochs() -> None:
     loop = LoopProgress()
-    loop.epoch(1, 4)
+    loop.begin_epoch(1, 4)
     assert loop.done == 0.25
-    loop.batch(1, 2)
+    loop.take_batch(1, 2)
     assert loop.done == pytest.approx(0.375)
-    loop.epochs_over()
+    loop.end_epochs()
     assert loop.done == 1.0
-    loop.batch(1, 2)
+    loop.take_batch(1, 2)
     assert loop.done == 0.5, "another loop, by itself"

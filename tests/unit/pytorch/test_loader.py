@@ -386,7 +386,7 @@ def test_loader_tells_how_much_of_its_loop_is_done() -> None:
 
 def test_evaluation_leaves_what_is_told_of_the_loop() -> None:
     me = worker()
-    me.client.steps.loop.batch(1, 4)
+    me.client.steps.loop.take_batch(1, 4)
     with torch.no_grad():
         for _ in load(me, numbers(40), batch_size=10):
             pass

@@ -90,7 +90,7 @@ class Servers:
             rank=1,
             workers=2,
             incarnation=self.incarnation,
-            notices=SimpleNamespace(behind_epoch=lambda epoch: None),
+            notices=SimpleNamespace(report_behind_epoch=lambda epoch: None),
         )
         made.optimizers.groups = self.groups
         made.step = lambda sample: self.step(made, sample)

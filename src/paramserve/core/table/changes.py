@@ -99,14 +99,14 @@ class RowChanges:
 
     def cut(self, checkpoint: int) -> Changed:
         """What a checkpoint is to have; what changes from now on is none of it."""
-        self.over(0, committed=False)  # the one before was given up
+        self.end_checkpoint(0, committed=False)  # the one before was given up
         changed = Changed(self._rows[:-1], self._used[:-1], tuple(self._removed), self._whole)
         self._begin()
         self._whole = False
         self._pending = checkpoint, changed
         return changed
 
-    def over(self, checkpoint: int, *, committed: bool) -> None:
+    def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
         """A checkpoint is committed, or given up: then the next one has what it was to have."""
         if self._pending is None:
             return

@@ -15,7 +15,7 @@ from paramserve.core.table.changes import RowChanges
 def begun() -> RowChanges:
     made = RowChanges()
     made.cut(1)
-    made.over(1, committed=True)
+    made.end_checkpoint(1, committed=True)
     return made
 
 
@@ -58,6 +58,6 @@ def check_changes(seed: int) -> None:
             found = made.cut(checkpoint)
             assert (set(rows_of(found.rows)), set(rows_of(found.used))) == (rows, used), seed
             committed = chosen.random() < 0.5
-            made.over(checkpoint, committed=committed)
+            made.end_checkpoint(checkpoint, committed=committed)
             if committed:
                 rows, used = set(), set()

@@ -148,7 +148,7 @@ def check_increments(training: Training, seed: int) -> None:
         found = read(copy, training)
         copy.close()
         committed = training.dice.random() < 0.7
-        changes.over(number, committed=committed)
+        changes.end_checkpoint(number, committed=committed)
         if not committed:
             continue
         if changed.whole:
