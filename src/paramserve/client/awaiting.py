@@ -62,6 +62,9 @@ class AwaitedSteps:
         yield from future
 
     def _wait(self, step: AwaitedStep, operation: Operation, what: str, group: int) -> None:
+        """Wait for a step in a thread of its own, until it is answered or no task waits for it any
+        more; then wake its tasks, with the error if one was raised."""
+
         def is_over() -> bool:
             return operation.complete or not step.is_wanted()
 

@@ -478,6 +478,7 @@ class Connection:
             self.id = joined.client
 
     def _ended(self) -> ParamServeError:
+        """Make the error of a call on a client that has ended, or was made before a fork."""
         if os.getpid() != self._pid:
             return ClientClosed(
                 f"client {self.id} was made in process {self._pid}, before a fork",

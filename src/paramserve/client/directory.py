@@ -193,6 +193,8 @@ class Directory:
     def _send_values(
         self, block: Block, values: Sequence[Tensor], attempt: int, limit: float
     ) -> None:
+        """Send every shard its part of a block's first values, in a `Define`, and wait until all
+        have them."""
         slot = self._exchange.take(block.kept_bytes)
         flat = slot.kept_values(block)
         for tensor, start in zip(values, block.starts, strict=False):
@@ -307,6 +309,8 @@ class Directory:
         return specs[0], specs[1]
 
     def _know(self, block: Block) -> Block:
+        """Make a block known to this client, with the codecs and kernels that it needs, and give
+        the one that is known."""
         load_codecs(block.spec)
         if block.spec.half is not None:
             load_kernels(block.kept, half=block.spec.half)

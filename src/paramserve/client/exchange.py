@@ -580,6 +580,8 @@ class Exchange(Links):
             header = link.buffered() if link.more else None
 
     def _take(self, shard: ReachedShard, link: Link, reply: ShardReply) -> None:
+        """Take a message of a shard in: an answer to a question or to a numbered request. Raises
+        what a server says before it ends the link."""
         if isinstance(reply, Waiting | ServerBeat):
             for each in self._questions:
                 each.take(shard.number, reply)
@@ -627,6 +629,8 @@ class Exchange(Links):
     def _ask(
         self, shards: Sequence[ReachedShard], question: Inquire | AskReport, timeout_s: float
     ) -> list[Waiting | ServerBeat]:
+        """Ask shards something outside of the numbers; the answers of those that gave one in
+        time."""
         links: dict[int, Link] = {}
         under_way = Question(question)
 

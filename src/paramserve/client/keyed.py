@@ -300,6 +300,8 @@ class Keyed:
         self._exchange.interrupted_in = ""
 
     def _captured(self, block: Block, keys: Array, values: Array, hyper: Hyper | None) -> RowPush:
+        """Lay rows' gradients into a slot, encoded where the table has a codec of pushes. Raises
+        `NonFinite`: one holds NaN or Inf, and the policy refuses that; the slot is free again."""
         push = lay_push(self._exchange, block, keys, values, hyper)
         if push.bad >= 0 and self._steps.refuses(block):
             self._exchange.give_back([push.slot])
@@ -359,6 +361,8 @@ class Keyed:
     def _scan_part(
         self, block: Block, shard: int, request: Scan, timeout_s: float | None
     ) -> tuple[Records, int]:
+        """Read some rows of one shard from a cursor on; also where the next ones begin. The other
+        shards get a request without rows, so that all have the same numbers."""
         self._connection.check()
         assert block.table is not None
         shape = (request.rows, block.table.dim, request.width if request.width >= 0 else None)

@@ -383,6 +383,8 @@ class Links:
             self._pool.give_back(slots)
 
     def _add_arena(self, nbytes: int) -> None:
+        """Make an arena and pass it to the servers of this host; where one does not take it, there
+        is none."""
         number = next(n for n in itertools.count(1) if n not in self._arenas)
         if not self.shared:
             check_arenas(
@@ -402,6 +404,8 @@ class Links:
         self._pool.add_arena(arena.number, RESERVED_BYTES, arena.nbytes)
 
     def _attach(self, shard: ReachedShard, link: Link, arena: Arena) -> None:
+        """Pass an arena to a server, again while it lives and is busy. A link that ends meanwhile
+        is closed: the next one passes all arenas."""
         deadline = self.now() + self._deadlines.request_s
         while True:
             try:
@@ -507,6 +511,8 @@ class Links:
         return header, runs
 
     def _transmit(self, shard: ReachedShard, frame: Framed) -> None:
+        """Send a frame, and before it the arenas' sizes if the server's mirrors are older. Raises
+        `ConnectionError`."""
         link = shard.link
         if link is None:
             raise ConnectionError("not connected")

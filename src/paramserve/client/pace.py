@@ -73,6 +73,8 @@ class Pace:
         self._steps = self._unmeasured = 0
 
     def _take_answer(self) -> None:
+        """Take the coordinator's answer to the last speed that was sent, if it is there: how fast
+        the fastest rank is."""
         if not self._post:
             return
         reply = self._connection.control.answer(self._post)

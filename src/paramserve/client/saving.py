@@ -133,6 +133,8 @@ class Saving:
         return OWN + name in self._functions
 
     def _take(self, name: str, data: bytes) -> None:
+        """Keep data of a name for the next step, unless it is what was sent last. What is over the
+        limits is refused if the function saves it, and left out if it is this package's own."""
         newest = self._unsent.get(name, self._delivered.get(name))
         if newest is not None and newest.data == data:
             return

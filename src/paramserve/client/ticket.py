@@ -106,6 +106,8 @@ class Ticket(Struct, eq=False, weakref=True):
         return self._outcome
 
     def _read(self) -> Outcome:
+        """Put the shards' answers together: the oldest version, the largest staleness, skipped if
+        one shard has skipped."""
         assert self.operation is not None
         values = Values()
         values.places = self.places

@@ -231,6 +231,8 @@ class Checkpointing:
             self._begin(now)
 
     def _due(self, now: float, since: float) -> bool:
+        """Whether a checkpoint is to begin now: it was asked for, is tried again, or it is time by
+        seconds or steps."""
         plan = self._plan
         return (
             any(each.number > self._number for each in self._calls.values())
@@ -258,6 +260,7 @@ class Checkpointing:
         return failed or not self._state.tables() <= self._saved
 
     def _limit(self, under_way: _UnderWay, now: float) -> None:
+        """Give the checkpoint up if its stage has seen no progress for too long."""
         silent_s = now - under_way.progress
         if under_way.stage is _Stage.CUTTING and silent_s > TAKE_LIMIT_S:
             self._give_up(f"shard {LEAD} told of no cut in {TAKE_LIMIT_S:.0f} s", now)
@@ -438,6 +441,7 @@ class Checkpointing:
                     self._fail(event.failed, now, event.fix)
 
     def _commit(self, under_way: _UnderWay) -> None:
+        """Have the checkpoint's last files written: all servers have written their parts."""
         assert under_way.cut is not None
         under_way.stage = _Stage.COMMITTING
         parts = [part for _, part in sorted(under_way.parts.items())]
@@ -457,6 +461,8 @@ class Checkpointing:
         )
 
     def _committed(self, under_way: _UnderWay, nbytes: int, now: float) -> None:
+        """Report the checkpoint as the newest one, and have servers release what is left of the
+        cut."""
         assert under_way.cut is not None
         self._committed_at = now
         self._saved = frozenset(under_way.blocks)
@@ -478,6 +484,8 @@ class Checkpointing:
         self._fail(f"checkpoint {what} was given up: {why}", now, fix or LOOK_AT_SERVERS)
 
     def _fail(self, failed: str, now: float, fix: str) -> None:
+        """Count a failed checkpoint, remove its folder, and try again later if they are taken by
+        themselves."""
         under_way = self._under_way
         assert under_way is not None
         if under_way.name:

@@ -115,6 +115,8 @@ class ClientMembership:
             self._join_unconfirmed = None
 
     def _leave(self, group: str, number: int) -> None:
+        """Mark a group as one to join before its next step, and the groups that were to follow
+        it."""
         self._pending[group] = number
         self._followers.pop(group, None)
         self._following.pop(group, None)

@@ -466,6 +466,8 @@ class Collectives:
             self._open = None
 
     def _awaits(self, opened: _Open, member: Member) -> bool:
+        """Whether the open collective waits for this rank's value, by its state and by when it has
+        joined."""
         if self._has_passed(opened, member):
             return False
         if opened.first.op == RANK0 and member.rank == 0:

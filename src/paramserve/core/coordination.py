@@ -298,6 +298,8 @@ class Coordination:
         self._decided.replies.append((connection, message))
 
     def _called(self, connection: int, message: CoordinatorRequest) -> None:
+        """Answer a call, or let it wait until it can be answered; of too many that wait the oldest
+        is answered as late."""
         try:
             reply = self._answer(connection, message)
         except ParamServeError as error:
@@ -633,6 +635,8 @@ class Coordination:
             self._server_lost(shard)
 
     def _on_disconnect(self, connection: int, *, reset: bool) -> None:
+        """Drop a connection's calls, and what stands and falls with it. After a reset its client or
+        server is waited for."""
         self._waiting = [w for w in self._waiting if w.connection != connection]
         party = self._parties.pop(connection, None)
         if self.checkpoints is not None:
@@ -715,6 +719,7 @@ class Coordination:
         return tuple(page)
 
     def _retry_waiting(self) -> None:
+        """Answer the waiting calls that can be answered by now, and those at their deadline."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             try:
@@ -748,6 +753,7 @@ class Coordination:
         return failure(message.call, self._late(message))
 
     def _late(self, message: Join | PlaceBlock | Lookup) -> ParamServeError:
+        """Make the error of a call that has waited to its deadline: what it lacks."""
         if isinstance(message, Join):
             missing = self.membership.missing_servers
             absent = self._absent_servers()

@@ -353,6 +353,8 @@ class CutAgreement:
                 self._outbox.append(Send(shard, message))
 
     def _on_at(self, message: CutAt) -> None:
+        """On shard 0: note where a shard has stopped; when all have, tell them the furthest place,
+        where the cut is."""
         leading = self._leading
         if leading is None or message.number != leading.request.ask.number:
             return
@@ -366,6 +368,9 @@ class CutAgreement:
             self._tell_all()
 
     def _on_done(self, message: CutDone) -> None:
+        """On shard 0: note that a shard has its part; when all have, end the cut and answer who
+        waits for it. A checkpoint's is taken once more if the parts have not the same rows of
+        tables."""
         leading = self._leading
         if leading is None or message.number != leading.request.ask.number:
             return
@@ -492,6 +497,8 @@ class CutAgreement:
         self._plan()
 
     def _on_ask(self, ask: CutAsk) -> None:
+        """Stop for an attempt of a cut, or say busy while a policy changes; a repeated question
+        gets the same answer."""
         if ask.number <= self._ended:
             self._answer_again(ask.number)
             return
@@ -508,6 +515,8 @@ class CutAgreement:
         self._send(self._at)
 
     def _stop(self, ask: CutAsk) -> None:
+        """Execute nothing from now on that is not in the cut, and note how far all clients and
+        clocks are here."""
         self.stops, self.settling = True, False
         self._current_ask = ask
         self._number = max(self._number, ask.number)
@@ -577,6 +586,7 @@ class CutAgreement:
         return present and here[step.group] >= set(state.members.clocks)
 
     def _on_to(self, message: CutTo) -> None:
+        """Go on to where the cut is, which shard 0 has found."""
         if self._current_ask is None or message.number != self._current_ask.number:
             self._answer_again(message.number)
         elif not self.settling:
@@ -593,6 +603,7 @@ class CutAgreement:
             self._send(CutAt(number, self._shard, (), (), busy=True))
 
     def _on_over(self, message: CutOver) -> None:
+        """Go on, forget clients that ended on all shards, and release or keep this shard's part."""
         if self._current_ask is not None and self._current_ask.number == message.number:
             self._go_on()
         over = set(message.over)
@@ -642,6 +653,7 @@ class CutAgreement:
             self.let_go(number)
 
     def _reached(self) -> bool:
+        """Whether all is executed here that is in the cut."""
         for number, clock in self._clocks.items():
             if number in self._groups and self._groups[number].state.committed < clock:
                 return False

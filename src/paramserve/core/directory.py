@@ -164,6 +164,7 @@ class Directory:
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
+        """Refuse an entry's block, so that its names can be defined anew."""
         entry.stage = Stage.REFUSED
         spec = entry.spec
         remaining = [each for each in self._entries if each.stage is not Stage.REFUSED]
@@ -213,6 +214,8 @@ class Directory:
             )
 
     def _existing(self, call: PlaceBlock) -> Entry | None:
+        """Find the entry that has the names of a call; None: none has. Raises where it is described
+        otherwise: each difference is named."""
         entries = {
             id(entry): entry
             for piece in call.pieces
@@ -286,6 +289,7 @@ class Directory:
             return
 
     def _new(self, call: PlaceBlock, client: int) -> Entry:
+        """Place a block that is not defined yet, for this client to define."""
         _check(call)
         cuts: tuple[int, ...] = ()
         if call.table is None:

@@ -615,6 +615,8 @@ class GroupMachine:
         self._outbox.append(Send(LEAD, vote))
 
     def _on_vote(self, message: Vote) -> None:
+        """On the lead: count a shard's vote, and decide the clock or propose what all shards
+        hold."""
         if self.lead is None:
             return
         if message.known < self.membership.newest:
@@ -645,6 +647,7 @@ class GroupMachine:
             return True  # which its own `Vote` says
 
     def _on_prepare(self, message: Prepare) -> None:
+        """Vote for what the lead has proposed, as far as it is here."""
         state, collect = self.state, self.state.collect
         partial = state.at(state.committed).policy.partial
         settled = collect.last_vote is not None or collect.has(state.members.clocks)

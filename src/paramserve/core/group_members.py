@@ -158,6 +158,8 @@ class GroupMembers:
         return max((*self.clocks.values(), *self._former_clocks.values()), default=self.slowest)
 
     def _recount(self, start: int, least: Mapping[int, int]) -> None:
+        """Set the clocks of the members that live: their own, or the clock where they begin. What
+        they pass over by that is noted."""
         self._former_clocks.update(self.clocks)
         clocks = {
             rank: max(self.clock_of(rank, start), least.get(rank, 0))

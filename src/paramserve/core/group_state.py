@@ -524,6 +524,7 @@ class GroupState:
     def _keep(
         self, watching: Watching, version: int, values: Callable[[], dict[int, Array]]
     ) -> None:
+        """Keep a snapshot for a reader; the oldest one goes if it has too many."""
         if len(watching.kept) >= watching.keep:
             watching.kept.popleft()
             watching.dropped += 1

@@ -673,6 +673,8 @@ class LeaseBook:
         return reply
 
     def _loader(self, message: Lease, rank: int, workers: int) -> _Loader:
+        """Find or begin the loader that a lease names. Raises where the rank came with another plan
+        than ranks before it."""
         check_plan(message)
         name, plan = message.loader, message.plan
         if message.known and name not in self._saved:

@@ -245,6 +245,7 @@ class Membership:
                 self._change(structs.replace(member, state=after[member.state]))
 
     def _change(self, member: Member) -> None:
+        """Put a rank into another state; all servers hear of it by the number."""
         if member.state in (LEFT, DEAD):  # The others go on without it.
             self._awaited_from_first.discard(member.rank)
         self._restarting.pop(member.rank, None)

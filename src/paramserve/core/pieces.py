@@ -123,6 +123,8 @@ class Pieces:
         return choice.runs
 
     def _runs(self, choice: _Choice) -> list[Run]:
+        """Join pieces that lie side by side and have one update count to runs, unless the rule is
+        to get each one by itself."""
         runs: list[Run] = []
         counts, before = self.counts, (0, -1, -1)
         for piece in choice.pieces:

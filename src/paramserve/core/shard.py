@@ -277,6 +277,8 @@ class Shard:
             self._empty_outbox()
 
     def _empty_outbox(self) -> None:
+        """Carry out what was decided here, and what follows from that, until nothing is left to
+        do."""
         outbox = self._outbox
         while outbox:
             effect = outbox.popleft()
@@ -453,6 +455,7 @@ class Shard:
     # --- numbered requests -----------------------------------------------------------------------
 
     def _requested(self, event: Requested) -> None:
+        """Execute a client's request, queue it or answer it again, by its number."""
         if event.client not in self.sessions.by_client:
             self._effects.drops.append(event.client)
             return
@@ -524,6 +527,8 @@ class Shard:
         return refusal_of(message, error)
 
     def _answer(self, session: ShardSession, answer: Answer) -> None:
+        """Keep a request's outcome and answer it, with what its client is to hear besides: that it
+        is to end, or to flush."""
         if session.rank in self.sessions.retiring and type(answer.message) is Done:
             answer = structs.replace(answer, message=structs.replace(answer.message, retire=True))
         if session.pushed is not None:
@@ -734,6 +739,7 @@ class Shard:
             self.cuts.want_snapshot(group, self._now)
 
     def _watch(self, session: ShardSession, message: Watch) -> Answer:
+        """Keep snapshots of a group for a client from now on, or no more."""
         state = self._group(message.group).state
         if state.table is not None:
             raise ParamServeError(

@@ -356,6 +356,8 @@ class Handle:
         return False
 
     def _dial(self, rank: int, workers: int) -> Client:
+        """Join the cluster as another client; the error says whether it is gone or not complete
+        yet."""
         try:
             connection = Connection.join(
                 self.addresses,

@@ -340,6 +340,7 @@ class Overview:
         self._link.send(encode(message))
 
     def _take(self, timeout_s: float) -> None:
+        """Take in what the coordinator has answered, for up to so many seconds."""
         assert self._link is not None
         while self._asked_at is not None or None in self._answers.values():
             header = self._link.receive(timeout_s)

@@ -283,6 +283,7 @@ class Watching:
         return unknown_group(self.group, self._group_names)
 
     def _ask(self, reader: Reader) -> Snapshot | None:
+        """Ask the servers for the next snapshot, and before the first one to keep them."""
         now_s = self._seconds()
         groups = reader.blocks()  # the client learns of blocks that were defined meanwhile
         if self._watches != reader.client.connection.id:  # the first time, or in a new session

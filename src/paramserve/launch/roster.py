@@ -305,6 +305,8 @@ class Roster:
         return decision if decision.error is not None else self._retire(decision, now)
 
     def _decide_fallen(self, now: float) -> Decision:
+        """Decide what the end of processes means: the run's error, other processes in their place,
+        or to go on without them."""
         fallen = [
             entry
             for entry in self.entries.values()
@@ -374,6 +376,7 @@ class Roster:
         )
 
     def _decide_standing(self, now: float) -> Decision:
+        """Decide where no process has fallen: whether all have finished, or were not up in time."""
         if self.serving:
             return Decision(finished=self._finished())
         if now < self.start_by:

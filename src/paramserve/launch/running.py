@@ -379,6 +379,8 @@ class Job:
                     supervisor.ended.wait(SNAPSHOT_POLL_S)
 
     def _next_snapshot(self, watching: Watching) -> Snapshot | None:
+        """Take the next snapshot, if there is one. Where the servers are gone, wait for the run's
+        end, which says why."""
         supervisor = self._supervisor
         attempt = supervisor.attempt
         try:

@@ -164,6 +164,8 @@ class Scaling:
         return answer is not None
 
     def _carry_out(self, workers: int, now: float) -> None:
+        """Start or retire processes; where one cannot be started, all is as it was and the call
+        raises."""
         before = self._roster.target
         keys = self._roster.scale(workers, now)
         try:

@@ -225,6 +225,7 @@ class Untrained:
         )
 
     def _take(self, names: Container[str]) -> None:
+        """Pull the assigned values, and copy those with these names into the model."""
         blocks = [entry.block for entry in self._assigned]
         ticket = self._client.dense.step(self._group, (), pull=blocks, tick=False)
         values = ticket.result().values
@@ -264,6 +265,8 @@ class Untrained:
                     raise _grown(source, tensor, piece.shape)
 
     def _assign(self, entry: _Assigned, *, last: bool, only: Container[str] | None = None) -> None:
+        """Assign the model's values to their block on the servers. What has changed its shape
+        raises, or is told at the end of the function."""
         parts, present = [], []
         for index, (source, piece) in enumerate(
             zip(entry.sources, entry.block.pieces, strict=True)

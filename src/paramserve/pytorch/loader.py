@@ -308,6 +308,8 @@ class Loader:
         return ahead(batches, self._worker.client, self._prefetch, itemgetter(1))
 
     def _in_order(self, first: int, count: int) -> Generator[tuple[int, Any], None, None]:
+        """Yield so many batches over as many epochs, each with its epoch, the random numbers as in
+        an unbroken run."""
         epoch = self._epochs.next
         while count:
             self._sampler.set_epoch(epoch)

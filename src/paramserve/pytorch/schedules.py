@@ -319,6 +319,9 @@ class Schedules:
         return (clock - at - 1) * self._steps_per_clock + 1, _unpacked(packed)
 
     def _catch_up(self, groups: Sequence[ParamGroup]) -> None:
+        """Take over the hyper-parameters and the schedulers' state from the note that is best to go
+        by. What the function has set itself stays, and so do its own schedulers where the note is
+        of another run."""
         best = self._choose_note()
         if best is None:
             return

@@ -124,6 +124,8 @@ class Tables:
         return [each for each in self._model.modules() if isinstance(each, KeyedModule)]
 
     def _is_ours(self, module: KeyedModule, ids: set[int]) -> bool:
+        """Whether this optimizer is to step a module's rows. Raises where it cannot: they are
+        another client's, or stepped already."""
         if module.table.client is not self._client:
             raise ValueError(
                 f"the table {module.table.name!r} belongs to {module.table.client!r}, not to this "

@@ -170,6 +170,8 @@ class Candidates:
             self._count(keys[part], admitted[part])
 
     def _count(self, keys: Keys, admitted: npt.NDArray[np.bool_]) -> None:
+        """Count that these keys were seen; those admitted begin anew. When the young generation is
+        full, it becomes the old one."""
         slots = self._young.find(keys)
         if len(self._young) + int((slots < 0).sum()) > self._limit:
             fresh = self._next.pop(0) if self._next else _Generation()

@@ -120,6 +120,7 @@ class RowsCopy:
         return old[self.changed.rows[old] | self.changed.used[old]]
 
     def _copy(self, rows: Keys) -> None:
+        """Copy rows before they are written; where there is no memory for that, the cut is lost."""
         if not rows.size:
             return
         assert self._store is not None
