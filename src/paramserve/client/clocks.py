@@ -73,8 +73,8 @@ class ClientClocks:
             self.membership.mark_pending(self._groups_reported_pending.popleft())
 
     def _join_at(self, block: Block, clock: int, late: bool) -> None:
-        """The shards have said at which clock this rank joins. Where gradients are collected it may
-        be an earlier one than this client has counted: a step of it was in none.
+        """Go on at the clock at which the shards say that this rank joins. Where gradients are
+        collected it may be an earlier one than this client has counted: a step of it was in none.
 
         Args:
             late: whether it was no member.
@@ -91,7 +91,7 @@ class ClientClocks:
                 self.clocks[group] = clock
 
     def learn(self, news: GroupPolicy) -> None:
-        """A group's policy has changed, as a shard has told."""
+        """Take over a group's policy that has changed, as a shard has told."""
         with self._reply_lock:
             self._terms.changed(news)
 

@@ -491,7 +491,7 @@ class Connection:
         )
 
     def abandon(self) -> None:
-        """This process is a fork of the client's: no call may use its copy."""
+        """Let no call use this copy: this process is a fork of the client's."""
         self.closed = self.checks = True
 
     def close(

@@ -118,7 +118,7 @@ class Decoder:
         self.count(block, nbytes, part.nbytes)
 
     def count(self, block: Block, nbytes: int, plain: int) -> None:
-        """Values of a group came encoded, in so many bytes."""
+        """Count the bytes in which values of a group came encoded."""
         before = self.read_bytes.get(block.group_name, (0, 0))
         self.read_bytes[block.group_name] = before[0] + nbytes, before[1] + plain
 

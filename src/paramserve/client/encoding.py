@@ -300,7 +300,7 @@ class Encoder:
         return free.pop() if free else np.empty(block.size, np.float32)
 
     def mark_sent(self, encoded: Sequence[Encoded], flush: int = 0) -> None:
-        """These are certain to be sent, as a flush (`Step.flush`) or not."""
+        """Count gradients that are certain to be sent, as a flush (`Step.flush`) or not."""
         with self._lock:
             for each in encoded:
                 block, size = each.block, sum(header.encoded_bytes for header in each.headers)
@@ -329,7 +329,8 @@ class Encoder:
         )
 
     def answered(self, encoded: Sequence[Encoded], operation: Operation) -> None:
-        """All shards have answered, or none will: keep what those leave out that were applied."""
+        """Keep what gradients that were applied leave out: all shards have answered, or none
+        will."""
         with self._lock:
             replies = operation.replies | operation.refused
             for reply in replies.values():

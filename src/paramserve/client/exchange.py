@@ -703,7 +703,8 @@ class Exchange(Links):
         return whole and not any(shard.session.unanswered for shard in self.shards)
 
     def abandon(self) -> None:
-        """This process is a fork of the client's: a call that waits on its copy is told so."""
+        """Have calls that wait on this copy told that it is closed: this process is a fork of the
+        client's."""
         self._closed = True
         self._lock = threading.RLock()  # Another thread of the parent may have held the old one.
         self._condition = threading.Condition(self._lock)

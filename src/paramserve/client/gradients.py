@@ -70,7 +70,7 @@ class Gradients:
         return pushes, largest
 
     def drop(self, push: Sequence[BlockPush]) -> None:
-        """Gradients that will not be sent."""
+        """Give back the slots of gradients that will not be sent."""
         pushes = self._with_slots(push)
         for each in push:
             del self.caller_slots[each.block.id]

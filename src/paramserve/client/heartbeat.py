@@ -104,7 +104,7 @@ class Heartbeat:
                 logger.exception("a heartbeat of rank %d failed", self._rank)
 
     def _beats(self) -> None:
-        """A heartbeat, and more while records wait."""
+        """Send a heartbeat, and more while records wait."""
         for _ in range(BEATS_AT_ONCE_MAX):
             if not (self.beat() and self._records):
                 return

@@ -373,7 +373,7 @@ class Links:
         return Slot(arena, offset, self._arenas[arena].memory[offset : offset + size])
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """The caller, their owner, releases these slots."""
+        """Release these slots for their owner, the caller."""
         with self._lock:
             self.let_go(slots)
 
@@ -471,8 +471,8 @@ class Links:
         self.shared = all(link is not None and link.shared for link in links)
 
     def _give_up(self, shard: ReachedShard, error: Exception) -> None:
-        """A shard is lost, and with it the cluster: nothing that was sent to any shard is waited
-        for any more, since the others may wait for this one's part in a synchronous clock."""
+        """Fail all that is unanswered on any shard: this one is lost, and with it the cluster,
+        since the others may wait for its part in a synchronous clock."""
         self._disconnect(shard)
         unknown = isinstance(error, OSError) or type(error).__name__ == "ConnectTimeout"
         if unknown or not isinstance(error, ParamServeError):

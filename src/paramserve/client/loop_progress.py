@@ -15,14 +15,15 @@ class LoopProgress:
         self._epoch, self._epochs = 0, 1
 
     def begin_epoch(self, number: int, epochs: int) -> None:
-        """An epoch begins: so many of these were done before it."""
+        """Note that an epoch begins: so many of these were done before it."""
         self._epoch, self._epochs = number, epochs
         self.done = number / epochs
 
     def take_batch(self, number: int, batches: int) -> None:
-        """A batch is taken: so many of the epoch's, or of the loop's, were done before it."""
+        """Note that a batch is taken: so many of the epoch's, or of the loop's, were done before
+        it."""
         self.done = (self._epoch + min(number / batches, 1.0)) / self._epochs
 
     def end_epochs(self) -> None:
-        """The loop over epochs has ended; what comes is by itself."""
+        """Note that the loop over epochs has ended; what comes is by itself."""
         self.done, self._epoch, self._epochs = 1.0, 0, 1

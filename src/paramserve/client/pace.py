@@ -48,7 +48,7 @@ class Pace:
         self.fastest = self.reported_speed = 0.0
 
     def step(self) -> None:
-        """An own step was made. When the first one began is not known: it does not count."""
+        """Count an own step. When the first one began is not known: it does not count."""
         if self._since is None:
             self._since, self._unmeasured = (self._now(), self._connection.waited_s), 1
         else:

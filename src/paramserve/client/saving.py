@@ -182,7 +182,7 @@ class Saving:
         return tuple(each for each in self._unsent.values() if each.name not in self._functions)
 
     def mark_sent(self, saved: Iterable[Saved]) -> None:
-        """A step with these is certain to be sent."""
+        """Move data from what is to be sent to what was: a step with it is certain to be sent."""
         for each in saved:
             self._delivered[each.name] = each
             if self._unsent.get(each.name) is each:

@@ -60,7 +60,8 @@ class Staging(dict[str, Staged]):
 
 
 def fail_staged(group: str, tickets: Sequence[Ticket], why: BaseException) -> None:
-    """The step of these pushes was not sent: their tickets say so, and not the next step's."""
+    """Have the tickets of pushes say that their step was not sent; those of the next step do
+    not."""
     if not isinstance(why, ParamServeError):
         why = ParamServeError(
             f"the step of group {group!r} was not sent: {type(why).__name__}: {why}",

@@ -169,7 +169,8 @@ class Steps(ClientClocks):
     # --- groups ------------------------------------------------------------------------------
 
     def defined(self, block: Block) -> None:
-        """This client knows of a block from now on; repeating changes nothing."""
+        """Know of a block from now on, and of its group whether this rank is to join it; repeating
+        changes nothing."""
         self._terms.defined(block.group, block.spec.consistency)
         late = not (
             self.first or block.group in self.versions or block.group_name in self._initial_groups
@@ -201,7 +202,7 @@ class Steps(ClientClocks):
         return tuple(by_group.values())
 
     def undefined(self, block: Block) -> None:
-        """A block was not defined after all."""
+        """Forget the policy of a group whose only block was not defined after all."""
         if all(each.group != block.group for each in self._defined()):
             self._terms.undefined(block.group)
 
@@ -310,7 +311,8 @@ class Steps(ClientClocks):
                 raise
 
     def _numbered(self, calls: Sequence[Prepared]) -> None:
-        """A call is certain to be sent."""
+        """Count a call that is certain to be sent: its clocks end, and what it saves and encodes
+        counts as sent."""
         for each in calls:
             parts = each.parts
             if parts.numbered is not None:
@@ -336,7 +338,8 @@ class Steps(ClientClocks):
         values: Sequence[Slot],
         error: BaseException,
     ) -> None:
-        """A call was ended by an error or an interrupt: what of it is not sent will not be.
+        """Give back what an interrupted or failed call does not send any more, and fail its staged
+        pushes.
 
         Args:
             sent_steps: in its frames before.
@@ -453,7 +456,7 @@ class Steps(ClientClocks):
         return tickets
 
     def _read_answered(self, operation: Operation) -> None:
-        """The answers to a read are there, in whichever thread has read them."""
+        """Take in what the answers to a read say besides, in whichever thread has read them."""
         says = False
         for shard in operation.replies:
             reply = operation.replies[shard]
@@ -672,7 +675,8 @@ class Steps(ClientClocks):
         self.membership.joined(joining)
 
     def _answered(self, prepared: Prepared) -> None:
-        """The answers to a step are there, in whichever thread has read them."""
+        """Release the gradients of an answered step, and take in what the answers say besides, in
+        whichever thread has read them."""
         if prepared.captured:
             self._exchange.let_go(prepared.captured)
         operation, clock = prepared.operation, prepared.clock
@@ -790,7 +794,7 @@ class Steps(ClientClocks):
                 versions[shard] = version
 
     def error_was_read(self, ticket: Ticket) -> None:
-        """An error has been raised where it belongs."""
+        """Note that an error has been raised where it belongs, and need not be once more."""
         for each in list(self._unread):
             if each.operation is ticket.operation:
                 self._unread.pop(each, None)
@@ -807,7 +811,7 @@ class Steps(ClientClocks):
             raise copy_error(ticket.error)
 
     def forget(self, ticket: Ticket) -> None:
-        """No caller waits for this ticket any more: its slots go back once they are free."""
+        """Note a ticket that no caller waits for any more: its slots go back once they are free."""
         self._abandoned.append(ticket)
 
     def _let_go(self) -> None:

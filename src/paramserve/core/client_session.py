@@ -192,7 +192,8 @@ class ClientSession:
         return numbered
 
     def take_back(self, messages: Sequence[ShardRequest]) -> None:
-        """The last call, of these requests, is not sent after all."""
+        """Take back the numbers of the last call, of these requests, which is not sent after
+        all."""
         for message in messages:
             if type(message) is Read:
                 self.reads.pop()
@@ -238,7 +239,7 @@ class ClientSession:
         return sorted([*numbered, *reads], key=_order)
 
     def abandon(self, error: ParamServeError) -> None:
-        """The shard is gone for good: everything unanswered fails."""
+        """Fail everything unanswered: the shard is gone for good."""
         for queue in (self.unanswered, self.reads):
             while queue:
                 queue.popleft().operation.failed(error)

@@ -103,8 +103,8 @@ def cannot_fail(step: Step, parts: list[Part]) -> bool:
 
 
 def vote(state: GroupState, shard: int, contributors: tuple[int, ...], decision: int) -> Vote:
-    """What this shard can say about these contributions, and that it has applied the decision log
-    up to this entry; prepares their update."""
+    """Prepare the update of these contributions, and say what this shard can of them, and up to
+    which entry it has applied the decision log."""
     epoch, pending = state.at(state.committed), state.collect.pending
     state.collect.forget_prepared()
     ranks = [rank for rank in sorted(pending) if pending[rank].session.client in contributors]

@@ -307,7 +307,7 @@ class Collectives:
         return True
 
     def begin_steps(self, message: PassBy, member: Member) -> None:
-        """A rank that was restarted makes its first step, and none of the calls up to there.
+        """Note that a restarted rank makes its first step, and so none of the calls up to there.
 
         Raises:
             CollectiveMismatch: it has made some of the calls between the step before and this one,
@@ -346,7 +346,7 @@ class Collectives:
         return member.rank in opened.passed
 
     def changed(self) -> None:
-        """The membership has changed, or a value has come: end the collective if it has all."""
+        """End the collective if it has all values: one has come, or the membership has changed."""
         opened = self._open
         if opened is None or self.missing() or self._returned_without(opened):
             return
@@ -460,7 +460,7 @@ class Collectives:
             )
 
     def withdraw(self, rank: int) -> None:
-        """A rank no longer waits: its value does not count."""
+        """Take back the value of a rank that waits no longer: it does not count."""
         opened = self._open
         if opened is not None and opened.sent.pop(rank, None) is not None and not opened.sent:
             self._open = None

@@ -194,7 +194,7 @@ class Lead:
         return [(shard, proposal) for shard in sorted(differing)]
 
     def forget_votes(self) -> None:
-        """The group has other members: all shards vote again."""
+        """Forget all votes: the group has other members, and all shards vote again."""
         self._votes = {}
 
 

@@ -407,7 +407,8 @@ class CutAgreement:
         self._outbox.append(NotifyCoordinator(report))
 
     def _give_up(self, leading: Leading) -> None:
-        """An attempt has failed: tell all, and try again later if a client waits for it."""
+        """Tell all shards that an attempt has failed, and try again later if a client waits for
+        it."""
         request, self._leading = leading.request, None
         for shard in range(self._shards):
             self._outbox.append(Send(shard, CutOver(request.ask.number, False)))
@@ -709,7 +710,7 @@ class CutAgreement:
             part.close()
 
     def forget(self, client: int) -> None:
-        """A client has ended: nothing is kept for it."""
+        """Keep nothing any more for a client that has ended."""
         for number in [n for n, part in self.parts_here.items() if client and part.owner == client]:
             self.let_go(number)
         waiting = [each for each in self._requests if each.ask.owner != client or not client]

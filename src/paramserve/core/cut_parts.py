@@ -139,7 +139,7 @@ class BlockCopy:
         return len(self._arrays)
 
     def close(self) -> None:
-        """The cut is not needed any more."""
+        """Release the copy: the cut is not needed any more."""
         if self._block is not None and self in self._block.unsaved:
             self._block.unsaved.remove(self)
         self._arrays, self._block = (), None
@@ -280,7 +280,7 @@ class ShardCut:
         return copy
 
     def close(self) -> None:
-        """The cut is not needed any more."""
+        """Release all copies: the cut is not needed any more."""
         for each in self.blocks.values():
             each.close()
         for rows in self.tables.values():

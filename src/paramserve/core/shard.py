@@ -332,7 +332,7 @@ class Shard:
         return self.cuts.stops and not self.cuts.allows(session, seq)
 
     def _recheck_stopped(self) -> None:
-        """A cut is over, or more is allowed: do what waits behind it."""
+        """Do what waits behind a cut that is over, or allows more."""
         deferred, self._deferred = self._deferred, []
         for event in deferred:
             if isinstance(event, FromShard):
@@ -415,7 +415,7 @@ class Shard:
             self._members_changed()
 
     def _client_bye(self, event: ClientBye) -> None:
-        """A client has closed itself, or is forgotten."""
+        """Forget a client that has closed itself, or is forgotten; what it has sent comes first."""
         client = event.client
         session = self.sessions.by_client.get(client)
         if self.cuts.stops and session is not None and session.queue:

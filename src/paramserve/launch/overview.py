@@ -227,7 +227,7 @@ class Overview:
         return self.status
 
     def _broke(self, error: Exception, now: float | None = None, *, raised: bool = False) -> None:
-        """The line is of no further use; the next tick that is due makes another one.
+        """Close the line, which is of no further use; the next tick that is due makes another one.
 
         Args:
             raised: the caller raises the error: it is not logged as well.

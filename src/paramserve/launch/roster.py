@@ -288,14 +288,14 @@ class Roster:
         self._again = {key for key in self._again if key.number < self.target}
 
     def dismiss_workers(self) -> None:
-        """The workers are about to be stopped: their ends mean nothing from now on."""
+        """Let the ends of workers mean nothing from now on: they are about to be stopped."""
         self._again.clear()
         self.stop_workers()
         for entry in self.workers():
             entry.counted = True
 
     def stop_workers(self) -> None:
-        """The workers that still train are told to end."""
+        """Note that the workers that still train are told to end."""
         for entry in self.workers():
             entry.stopped |= entry.returned is None and entry.fell_at is None
 

@@ -88,7 +88,7 @@ class Registry:
             raise
 
     def own(self, group: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        """The values of these tensors are this group's from now on."""
+        """Note that the values of these tensors are this group's from now on."""
         for name, tensor in named:
             self._owners[id(tensor)] = Owner(tensor, group, name)
 

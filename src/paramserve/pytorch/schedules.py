@@ -183,7 +183,7 @@ class Schedules:
             self._as_started = _numbers(groups)
 
     def mark_behind(self) -> None:
-        """This worker took no part for a while: it goes on where the others are."""
+        """Have the next step catch up with the others: this worker took no part for a while."""
         self._behind = True
 
     def before_step(self, groups: Sequence[ParamGroup]) -> None:

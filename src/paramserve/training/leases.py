@@ -145,7 +145,7 @@ class LeasedWork:
     # --- the loop over the batches ------------------------------------------------------------
 
     def begin(self) -> None:
-        """A loop begins: over what is left of this turn or, if that is nothing, over the next one.
+        """Begin a loop over what is left of this turn or, if that is nothing, over the next one.
 
         Raises:
             ParamServeError: a loop over another leased loader is under way. Nothing was changed.
@@ -330,11 +330,11 @@ class LeasedWork:
         self._optimizers.settle()
 
     def pause(self) -> None:
-        """The loop ends while batches are on their way, and goes on later."""
+        """Let the loop rest while batches are on their way; it goes on later."""
         self.active = False
 
     def finish(self) -> None:
-        """The worker ends: say how far it came. What the shards say of it might come too late for
+        """Say how far the worker came at its end. What the shards say of it might come too late for
         the run's result, if it left its loop before the turn was over.
 
         Raises:

@@ -95,8 +95,8 @@ class Notices:
             write_line(line)
 
     def report_behind_epoch(self, epoch: int) -> None:
-        """A loop over `loader.epochs` goes on right behind an epoch whose steps are done: say that
-        what follows them in the loop may be missing."""
+        """Say that what follows an epoch in its loop may be missing: a loop over `loader.epochs`
+        goes on right behind one whose steps are done."""
         if self._told_behind:
             return
         self._told_behind = True
@@ -110,8 +110,8 @@ class Notices:
         write_line(line)
 
     def report_that_others_have_stopped(self, epoch: int) -> None:
-        """A loop over `loader.epochs` ends at its beginning, since all other ranks have returned
-        behind the epoch in which this one died."""
+        """Say that a loop over `loader.epochs` ends at its beginning, since all other ranks have
+        returned behind the epoch in which this one died."""
         line = (
             f"rank {self._client.rank}, started again behind epoch {epoch}, ends its "
             "loop: all other ranks have returned there"
@@ -119,7 +119,7 @@ class Notices:
         write_line(line)
 
     def warn_of_training_alone(self) -> None:
-        """The function has gone through its batches once, and no server knows of it."""
+        """Warn that the function has gone through its batches once, and no server knows of it."""
         if not self._told_alone:
             self._told_alone = True
             self._tell(TRAINS_ALONE, alone_so_far(self._client.rank))

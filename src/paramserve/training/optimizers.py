@@ -67,7 +67,7 @@ class Optimizers:
     def adopt(
         self, name: str, groups: Iterable[str], history: History, finish: Callable[[], None]
     ) -> None:
-        """One more steps from now on.
+        """Add an optimizer that steps from now on.
 
         Args:
             groups: whose clocks its steps end.
@@ -82,11 +82,11 @@ class Optimizers:
         self._stepped.extend(groups)
 
     def step_alone(self, optimizer: OwnSteps) -> None:
-        """An adopted one steps by itself."""
+        """Note that an adopted optimizer steps by itself."""
         self._own_steps.append(optimizer)
 
     def replace(self, name: str) -> None:
-        """One steps no more: another one has parameters of it."""
+        """Note that an optimizer steps no more: another one has parameters of it."""
         self._replaced.add(name)
 
     def steps(self, group: str) -> bool:
@@ -112,6 +112,6 @@ class Optimizers:
         self._finishers.append(function)
 
     def finish(self) -> None:
-        """The training function has returned."""
+        """Call what adopted optimizers do at the end: the training function has returned."""
         for function in self._finishers:
             function()

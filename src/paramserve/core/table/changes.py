@@ -107,7 +107,8 @@ class RowChanges:
         return changed
 
     def end_checkpoint(self, checkpoint: int, *, committed: bool) -> None:
-        """A checkpoint is committed, or given up: then the next one has what it was to have."""
+        """Forget what a committed checkpoint has; what was for one that was given up, the next one
+        has."""
         if self._pending is None:
             return
         number, changed = self._pending
