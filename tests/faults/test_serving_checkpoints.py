@@ -153,6 +153,10 @@ def test_damaged_checkpoint_is_left_out(servers: Servers, tmp_path: Path) -> Non
     second, _ = Folder(LocalFolder(runs)).manifests()[0]
     (file,) = (runs / second.name / "values").iterdir()
     file.write_bytes(file.read_bytes()[:-1] + b"!")
+    # One that waits for another server ends when it is told to.
+    half, _ = servers.serve(servers=2, workers=1, checkpoint=str(runs))
+    half.signal(signal.SIGTERM)
+    half.finish()
     one, address = servers.serve(workers=1, checkpoint=str(runs))
     with connect(servers, address) as worker:
         np.testing.assert_array_equal(worker.client.pull("w"), np.ones(4))

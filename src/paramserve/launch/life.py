@@ -318,7 +318,7 @@ class Life:
 
     def step(self, events: Iterable[Event], now: float) -> list[Effect]:
         """What is to be done now, in this order. Events that came together are judged together: so
-        a cause is found among its consequences. None: time has passed."""
+        a cause is found among its consequences. No events: time has passed."""
         self._effects = []
         for event in events:
             if not self.over:
@@ -430,13 +430,16 @@ class Life:
         return self._unwritten if self._unwritten is not None else self._request
 
     def _workers_have_stopped(self, now: float) -> bool:
-        """If a stop is wanted: whether the workers' functions have ended; slow ones are killed."""
-        if self._stop_at is None or self.state in ("resuming", "finishing"):
+        """If a stop is wanted: whether the workers' functions have ended; slow ones are killed. The
+        values of a checkpoint are waited for, unless others start the processes: these have no
+        limit."""
+        if self._stop_at is None or self.state == "finishing":
+            return False
+        launched = self.roster.running
+        if self.state == "resuming" and launched:
             return False
         running = _keys(
-            entry
-            for entry in self.roster.running
-            if entry.key.kind == "worker" and entry.returned is None
+            entry for entry in launched if entry.key.kind == "worker" and entry.returned is None
         )
         if not self.dismissed:
             self.dismissed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -449,6 +450,12 @@ def attended(**options: Any) -> World:
     return served(on_worker_death="continue", others=True, **options)
 
 
+def a_cluster(**options: Any) -> World:
+    """A cluster as its first server sees it, which waits without a limit for the others."""
+    settings = {"on_worker_death": "continue", "resumes": False, "collects": True, **options}
+    return World(others=True, start_s=math.inf, **settings)
+
+
 @each_case(
     ("states", "ends"),
     [
@@ -502,6 +509,19 @@ def test_server_lost_is_no_failure_once_all_have_left() -> None:
     world = attended()
     world.step(Silence(SERVER))
     assert isinstance(world.life.error, ServerGone)
+
+
+@each_case("servers", [2, 3])
+def test_stop_ends_a_cluster_that_waits_for_servers_after_a_damaged_checkpoint(
+    servers: int,
+) -> None:
+    world = a_cluster(servers=servers, checkpoint="a/2", found=["a/1"])
+    world.step(DAMAGED)
+    world.step(Report(SERVER, "ready", b""))
+    assert (world.life.state, world.life.wake_at) == ("resuming", None)
+    world.step(Stop())
+    assert (world.life.over, world.life.outcome) == (True, "stopped")
+    assert world.of(Collect) == [], "there is no cluster to ask"
 
 
 # --- any order -----------------------------------------------------------------------------------
@@ -579,6 +599,55 @@ def test_life_in_any_order_of_events_keeps_its_promises() -> None:
         try:
             for _ in range(STEPS):
                 let_happen(world, chance)
+            world.step(Abandon())
+            world.settle()
+            assert world.life.over
+            assert len(world.of(End)) == 1
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def let_others_happen(world: World, chance: random.Random) -> None:
+    """One thing that can happen now to a cluster whose processes others start."""
+    life = world.life
+    entries = life.roster.entries.values()
+    missing = [each.key for each in entries if each.key.kind != "worker" and not each.ready]
+    servers = [each.key for each in entries if each.key.kind == "server" and each.ready]
+    what = chance.choice(["damage", "ready", "ready", "silence", "standing", "wait", "rest"])
+    if what == "damage" and COORDINATOR in missing:
+        world.step(DAMAGED)
+    elif what == "ready" and missing:
+        world.step(Report(missing[0], "ready", b""))
+    elif what == "silence" and servers and chance.random() < 0.3:
+        world.step(Silence(chance.choice(servers)))
+    elif what == "standing" and COORDINATOR not in missing and life.state != "finishing":
+        world.step(standing(*chance.choices(["expected", "live", "left", "dead"], k=2)))
+    elif what == "wait":
+        world.step(after_s=chance.choice([0.1, CAUSE_S, 3.0, 61.0]))
+    elif what == "rest" and world.collecting:
+        world.collecting = False
+        world.step(Collected(chance.choice([None, LookupError("unread")])))
+    elif what == "rest":
+        events = [Stop(), Request(ServerGone("told to end", fix="")), CheckpointFailed("full")]
+        world.step(chance.choice(events) if chance.random() < 0.9 else Abandon())
+
+
+def test_cluster_of_others_in_any_order_of_events_keeps_its_promises() -> None:
+    """As above; nothing but a stop bounds how long it waits for the other servers."""
+    for seed in range(SEEDS):
+        chance = random.Random(seed)
+        world = a_cluster(
+            servers=chance.randint(1, 3),
+            checkpoint=chance.choice(["", "a/3", "a/3"]),
+            found=chance.choices(["", "a/1", "a/2", "a/3", "none"], [3, 3, 3, 1, 1], k=3),
+            collects_at_once=False,
+            resumes=chance.choice([None, False, False]),
+            strict=chance.random() < 0.2,
+            timeout_s=chance.choice([None, None, 300.0]),
+        )
+        try:
+            for _ in range(STEPS):
+                let_others_happen(world, chance)
             world.step(Abandon())
             world.settle()
             assert world.life.over

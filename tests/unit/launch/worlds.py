@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,8 +214,9 @@ class World:
         assert life.ending == bool(self.of(End))
         if life.over:
             return
-        waits = life.ending or life.state in ("starting", "resuming")
-        if waits:
+        told = life.ending or (life.stopped and not self.collecting)
+        starts = life.state in ("starting", "resuming") and life.terms.start_s < math.inf
+        if told or starts:
             assert life.wake_at is not None, f"{life.state} waits without a deadline"
         if life.ending or life.state == "resuming" or life.dismissed:
             return
