@@ -59,7 +59,7 @@ class PartWriter:
     Args:
         shard: decides; it has the cuts.
         storage: of the run's checkpoints; None: the run writes none.
-        tell: sends a message to the coordinator.
+        report: sends a message to the coordinator.
         cut: has the shard take a cut for a checkpoint.
     """
 
