@@ -266,11 +266,7 @@ class _ServedProcess:
     async def _follow(self, role: ServerRole) -> None:
         """Tell when the coordinator is gone, and whether that is an end in order."""
         await role.ended.wait()
-        if self.life.state == "finishing":
-            self.happen(
-                life.Collected()
-            )  # it has written what there was, for which this one waited
-        else:
+        if self.life.state != "finishing":  # `_collect` waits for it there
             self.happen(life.Done() if self._saw_all_leave() else life.Silence(COORDINATOR))
 
     async def start(self) -> None:
@@ -360,11 +356,14 @@ class _ServedProcess:
 
     async def _collect(self) -> None:
         """Save what the cluster has, which is about to end. A server that is not the first waits
-        until that one has."""
+        until that one has, and is gone."""
         coordinator, role = self.coordinator, self.role
-        if coordinator is None and role is not None and role.config.checkpoints.folder:
+        assert role is not None
+        waits = coordinator is None and role.config.checkpoints.folder
+        if waits and not role.ended.is_set():
             role.tell_end()
-            await asyncio.sleep(LAST_CHECKPOINT_S)  # or until the coordinator is gone
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(role.ended.wait(), LAST_CHECKPOINT_S)
         error: ParamServeError | None = None
         # Where nothing has changed, the checkpoint that it goes on from is the last one.
         if coordinator is not None and coordinator.can_be_saved and not coordinator.is_as_saved:
