@@ -385,8 +385,10 @@ class Life:
             self._go_on_ending(self._end, now)
 
     def _go_on(self, now: float) -> None:
-        decision = self.roster.decide(now)
-        error = decision.error if decision.error is not None else self._limit_error(now)
+        limit_error = self._limit_error(now)
+        ends = self._stop_at is not None or limit_error is not None
+        decision = self.roster.decide(now, ends=ends)
+        error = decision.error if decision.error is not None else limit_error
         self._wake(decision.look_again_at)
         if error is not None:
             if self._go_back(error, now):

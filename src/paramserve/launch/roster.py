@@ -299,12 +299,16 @@ class Roster:
         for entry in self.workers():
             entry.stopped |= entry.returned is None and entry.fell_at is None
 
-    def decide(self, now: float) -> Decision:
-        """What all that is known by now means."""
-        decision = self._decide_fallen(now)
-        return decision if decision.error is not None else self._retire(decision, now)
+    def decide(self, now: float, *, ends: bool = False) -> Decision:
+        """What all that is known by now means.
 
-    def _decide_fallen(self, now: float) -> Decision:
+        Args:
+            ends: the workers are about to be stopped: none is launched again.
+        """
+        decision = self._decide_fallen(now, ends)
+        return decision if decision.error is not None else self._retire(decision, now, ends)
+
+    def _decide_fallen(self, now: float, ends: bool) -> Decision:
         """Decide what the end of processes means: the run's error, other processes in their place,
         or to go on without them."""
         fallen = [
@@ -325,7 +329,7 @@ class Roster:
         if self._on_worker_death == "stop":
             return Decision(error=self._errors.worker(cause, INSTEAD_OF_STOPPING))
         if isinstance(self._on_worker_death, Restart):
-            decision = self._replace(settled, self._on_worker_death.times)
+            decision = self._replace(settled, self._on_worker_death.times, ends)
             return decision._replace(look_again_at=look_again_at)
         for entry in settled:
             entry.counted = True
@@ -333,18 +337,22 @@ class Roster:
             return Decision(error=self._errors.worker(cause, ""))
         return Decision(None, tuple(map(Exclude, settled)), self._finished(), look_again_at)
 
-    def _replace(self, settled: list[Entry], times: int) -> Decision:
+    def _replace(self, settled: list[Entry], times: int, ends: bool) -> Decision:
         for entry in settled:
             if entry.refused:
                 return Decision(error=worker_failed(entry))
             if entry.restarts >= times:
                 return Decision(error=worker_failed(entry, f"allow more than ps.Restart({times})"))
+        if ends:
+            for entry in settled:
+                entry.counted = True
+            return Decision(effects=tuple(map(Exclude, settled)))
         for entry in settled:
             self.entries[entry.key] = Entry(entry.key, restarts=entry.restarts + 1)
         launch = Launch(tuple(entry.key for entry in settled))
         return Decision(effects=(*map(Replace, settled), launch))
 
-    def _retire(self, decision: Decision, now: float) -> Decision:
+    def _retire(self, decision: Decision, now: float, ends: bool) -> Decision:
         """Add what the workers that are to end make necessary."""
         effects = list(decision.effects)
         looks = [decision.look_again_at] if decision.look_again_at is not None else []
@@ -365,7 +373,7 @@ class Roster:
                 entry.kill_at = math.inf
                 effects.append(Kill((entry.key,)))
             looks.append(entry.kill_at if entry.kill_at is not None else entry.retire_by)
-        again = tuple(key for key in sorted(self._again) if self._is_free(key))
+        again = tuple(key for key in sorted(self._again) if self._is_free(key) and not ends)
         if again:
             self._again.difference_update(again)
             self.entries.update((key, Entry(key)) for key in again)

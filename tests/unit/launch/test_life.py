@@ -44,7 +44,7 @@ from paramserve.launch.life import (
     Standing,
     Stop,
 )
-from paramserve.launch.roster import Interrupt, Kill, Launch, Restart
+from paramserve.launch.roster import Exclude, Interrupt, Kill, Launch, Replace, Restart
 from paramserve.messages import Member
 
 SERVER, WORKER, OTHER = Key("server", 0), Key("worker", 0), Key("worker", 1)
@@ -188,6 +188,46 @@ def test_stop_collects_when_the_last_worker_has_ended() -> None:
     world.step(after_s=DEADLINES.stop_s / 2)
     world.step()
     assert (world.of(Kill)[0], len(world.of(Collect))) == (Kill((OTHER,)), 1)
+
+
+@each_case("why", [Stop(), CheckpointFailed("full"), Request(ServerGone("told", fix="")), None])
+@each_case("others", [(), (OTHER,)])
+def test_worker_that_dies_as_the_life_is_to_end_is_not_restarted(
+    why: Event | None, others: tuple[Key, ...]
+) -> None:
+    world = served(
+        collects=True,
+        collects_at_once=False,
+        strict=True,
+        timeout_s=100.0,
+        on_worker_death=Restart(3),
+        workers=1 + len(others),
+    )
+    world.now = 99.0 if why is not None else 100.0
+    world.end(WORKER, beside=[why] if why is not None else [])
+    assert WORKER not in world.running
+    assert (world.of(Replace), [each.entry.key for each in world.of(Exclude)]) == ([], [WORKER])
+    assert world.of(Interrupt) == [Interrupt(others)]
+    assert len(world.of(Collect)) == 1
+    world.step(Collected())
+    world.settle()
+    assert world.life.outcome == ("stopped" if isinstance(why, Stop) else "failed")
+
+
+def test_rank_that_is_wanted_again_is_not_started_as_the_life_is_stopped() -> None:
+    world = served(deaf=["worker"], collects=True)
+    world.scale(1)
+    world.scale(2)
+    world.end(OTHER, beside=[Stop()])
+    assert OTHER not in world.running
+
+
+@each_case("kind", ["server", "worker"])
+def test_failure_that_comes_with_a_stop_is_still_told(kind: str) -> None:
+    world = served(on_worker_death=Restart(1))
+    refused = Report(WORKER, "failed", failure("DefineMismatch"))
+    world.end(*([SERVER] if kind == "server" else []), beside=[Stop(), refused])
+    assert isinstance(world.life.error, ServerGone if kind == "server" else WorkerFailed)
 
 
 def test_stop_before_the_servers_are_up_kills_workers_that_do_not_end() -> None:
@@ -561,7 +601,9 @@ def let_happen(world: World, chance: random.Random) -> None:
     alive = sorted(world.running)
     workers = [key for key in alive if key.kind == "worker"]
     if what == "end" and workers:
-        world.end(chance.choice(workers), status=chance.choice([-9, 0, 1]))
+        events = [Stop(), CheckpointFailed("full"), *([None] * 18)]
+        beside = [each for each in [chance.choice(events)] if each is not None]
+        world.end(chance.choice(workers), status=chance.choice([-9, 0, 1]), beside=beside)
     elif what == "ends" and alive and chance.random() < 0.5:
         world.end(*chance.sample(alive, min(len(alive), 2)))
     elif what == "fail" and alive:

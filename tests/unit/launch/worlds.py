@@ -109,10 +109,10 @@ class World:
         keys = [key for key in self.life.roster.entries if key in self.running or self._others]
         self.step(*(Report(key, "ready", msgspec.msgpack.encode(1)) for key in keys))
 
-    def end(self, *keys: Key, status: int = -9) -> None:
-        """Let processes end by themselves, together."""
+    def end(self, *keys: Key, status: int = -9, beside: Sequence[Event] = ()) -> None:
+        """Let processes end by themselves, together and beside other events."""
         events = [ProcessEnd(key, status) for key in keys if self.running.pop(key, None)]
-        self.step(*events)
+        self.step(*events, *beside)
 
     def scale(self, workers: int) -> None:
         """Have another number of workers."""
@@ -140,6 +140,8 @@ class World:
             self.effects.append(effect)
             match effect:
                 case Launch(keys):
+                    workers = [key for key in keys if key.kind == "worker"]
+                    assert not (self.life.dismissed and workers), f"{workers} after all were told"
                     self._launch(keys)
                 case Interrupt(keys):
                     self._end(keys, self._deaf)
