@@ -160,21 +160,21 @@ def new_mirror(
         raise ProtocolError(
             f"arenas {arenas} were named", fix="number arenas from 1, each once, of 1 byte or more"
         )
-    in_use = [each for each in (known() for known in replaced) if each is not None]
+    in_use = [arena for each in replaced if (arena := each()) is not None]
     check_arenas(sizes, limits, sum(each.nbytes for each in in_use))
-    kept = {n: each for n, each in mirror.items() if sizes.get(n) == each.nbytes}
-    in_use += [each for number, each in mirror.items() if number not in kept]
+    result = {n: each for n, each in mirror.items() if sizes.get(n) == each.nbytes}
+    in_use += [each for number, each in mirror.items() if number not in result]
     try:
-        for number in sizes.keys() - kept.keys():
+        for number in sizes.keys() - result.keys():
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            kept[number] = np.frombuffer(mmap.mmap(-1, sizes[number], flags), np.uint8)
+            result[number] = np.frombuffer(mmap.mmap(-1, sizes[number], flags), np.uint8)
     except OSError as error:
         raise Overloaded(
             f"no memory for a mirror of {sum(sizes.values())} bytes: {error.strerror}",
             fix="use more servers on more machines, fewer clients, or smaller models",
         ) from error
     replaced[:] = map(ref, in_use)
-    return kept
+    return result
 
 
 def check_arenas(sizes: Mapping[int, int], limits: Limits, in_use: int = 0) -> None:
