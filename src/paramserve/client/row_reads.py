@@ -62,6 +62,8 @@ class RowRead(Struct, eq=False, weakref=True):
             `requested` are just these.
         cached: copies of the keys' rows that are here.
         exact: whether the rows come as they are, whatever codec of pulls the table has.
+        grouped: whether `requested` are as `by_shard` gives them. Links may change before the read
+            is sent: it is laid as was decided here.
     """
 
     _reads: RowReads
@@ -77,6 +79,7 @@ class RowRead(Struct, eq=False, weakref=True):
     """Keys that this client has pushed to since then, if copies are to be kept."""
     _pushed_size: int = 0
     exact: bool = False
+    grouped: bool = False
 
     def drop(self) -> None:
         """Forget this prefetch, if no pull has read it; its memory goes back."""
@@ -181,25 +184,27 @@ class RowReads:
     def _look(self, block: Block, keys: Array, exact: bool = False) -> RowRead:
         """A read that is not sent yet, of what is not found here: copies are what came."""
         clock = self._steps.clocks.get(block.group_name, 0)
-        read = RowRead(self, block, keys, clock, keys, exact=exact or self.exact)
+        grouped = not self._exchange.shared  # asked once: another thread may make a link anew
+        as_is = exact or self.exact
+        read = RowRead(self, block, keys, clock, keys, exact=as_is, grouped=grouped)
         cache = self._cache(block) if self._caches and not exact else None
         if cache is not None:
             read.cached = cache.find(keys, read.clock)
             missing = keys[read.cached.missing]
-            read.requested, read.numbers = self._distinct(block, missing)
+            read.requested, read.numbers = self._distinct(block, missing, grouped)
             if read.requested.size:
                 self._under_way.setdefault(block.id, WeakSet()).add(read)
-        elif not self._exchange.shared:  # Over a network each row travels once.
-            read.requested, read.numbers = self._distinct(block, keys)
+        elif grouped:  # Over a network each row travels once.
+            read.requested, read.numbers = self._distinct(block, keys, grouped)
         return read
 
-    def _distinct(self, block: Block, keys: Array) -> tuple[Array, Array]:
+    def _distinct(self, block: Block, keys: Array, grouped: bool) -> tuple[Array, Array]:
         """The distinct keys as `lay_pull` takes them, and the number of each key among them."""
         distinct, numbers = routing.distinct(keys)
-        links = self._exchange
-        if links.shared or (links.count == 1 and block.row_codecs is None):
+        shards = self._exchange.count
+        if not grouped or (shards == 1 and block.row_codecs is None):
             return distinct, numbers
-        return by_shard(distinct, numbers, links.count)
+        return by_shard(distinct, numbers, shards)
 
     def _cache(self, block: Block) -> RowCache | None:
         """The copies of a table's rows, if they may be used: not while its clocks are in step."""
@@ -219,7 +224,10 @@ class RowReads:
         parts: list[StepParts] = []
         try:
             for read in requests:
-                read.pull = lay_pull(self._exchange, read.block, read.requested, exact=read.exact)
+                requested, grouped = read.requested, read.grouped
+                read.pull = lay_pull(
+                    self._exchange, read.block, requested, grouped=grouped, exact=read.exact
+                )
                 parts += [StepParts("pull", read.block, row_pulls=(read.pull,))]
         except Overloaded:  # at once: what refers to the error refers to these
             self._exchange.give_back([slot for each in parts for slot in each.taken_slots])

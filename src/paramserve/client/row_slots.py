@@ -139,15 +139,22 @@ def lay_push(
     return RowPush(block, tuple(headers), slot, bad)
 
 
-def lay_pull(links: Links, block: Block, keys: Array, *, exact: bool = False) -> RowPull:
+def lay_pull(
+    links: Links, block: Block, keys: Array, *, grouped: bool, exact: bool = False
+) -> RowPull:
     """Take memory for a read of some rows, and write the keys for each shard.
 
+    What is laid is right over any link. In shared memory each shard best writes its rows to the
+    places of their keys, over a network to a place where they lie together.
+
     Args:
-        keys: int64 [n]; as `by_shard` gives them, where not all servers map this memory.
+        keys: int64 [n].
+        grouped: whether the keys are as `by_shard` gives them, and the rows of a shard are to lie
+            together.
         exact: whether the rows come as they are, whatever codec of pulls the table has.
     """
     assert block.table is not None
-    if not links.shared:
+    if grouped:
         return _lay_by_shard(links, block, keys, exact)
     shards, dim, total = links.count, block.table.dim, keys.size
     start, nbytes = pull_bytes(total, dim, shards)
@@ -185,7 +192,8 @@ def _lay_by_shard(links: Links, block: Block, keys: Array, exact: bool) -> RowPu
     first = start = 0
     for shard, count in zip(links.shards, counts, strict=True):
         own = keys[first : first + count]
-        remote = shard.link is None or not shard.link.shared
+        link = shard.link  # another thread may make it anew
+        remote = link is None or not link.shared
         encodes = codecs is not None and remote and count > 0
         nbytes = keys_bytes(count)
         if codecs is not None and encodes:
@@ -234,7 +242,7 @@ def decode_rows(links: Links, pull: RowPull, *, exact: bool) -> None:
                 fix="run the same version of paramserve everywhere",
             ) from error
         links.decoder.count(pull.block, stop - start, rows.nbytes)
-    if links.shared and not (exact or pull.encoded) and codecs.pull_even_local:
+    if not (exact or pull.encoded) and codecs.pull_even_local:
         codecs.round(view_at(memory, np.float32, pull.shape[0] * dim, pull.start))
 
 

@@ -64,7 +64,8 @@ class ValueSlots:
         slot.pulled, decoder = None, self._exchange.decoder
         for shard in self._exchange.shards:
             # A slot that was taken for servers on this host has no room for more than the values.
-            remote = shard.link is None or not shard.link.shared
+            link = shard.link  # another thread may make it anew
+            remote = link is None or not link.shared
             if remote and decoder.layout(block)[-1][0] <= slot.bytes.size:
                 target = decoder.read_target(block, shard.number, slot.arena, slot.offset)
                 parts[shard.number] = target if target is not None else parts[shard.number]

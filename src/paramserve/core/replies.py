@@ -91,8 +91,9 @@ class Replies:
             for place in message.pull:
                 block = blocks[place.block]
                 if type(block) is KeyedBlock:
-                    nbytes = block.read(memory, place)
-                elif place.room:
+                    runs += block.read(memory, place)
+                    continue
+                if place.room:
                     nbytes = block.write_encoded(memory, place)
                 else:
                     nbytes = block.sent.nbytes

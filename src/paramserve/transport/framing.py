@@ -33,7 +33,7 @@ RUN: Final = struct.Struct("<QQQ")
 """A run of bytes: its arena, where it begins there, and its bytes."""
 RUNS: Final = struct.Struct("<I")
 """How many runs stand before it."""
-RUNS_MAX: Final = 1 << 16
+RUNS_MAX: Final = 1 << 17
 """Most runs of one frame; each costs a server ten times the bytes that name it."""
 
 # The first three fields as one number: a frame is accepted by one comparison.

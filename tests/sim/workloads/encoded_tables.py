@@ -138,7 +138,7 @@ class EncodedRows(Parameters):
             return pull
         keys = asked_for(client, step.pull)[0]
         client.exchange.give_back([pull.slot])
-        return lay_pull(client.exchange, pull.block, keys, exact=True)
+        return lay_pull(client.exchange, pull.block, keys, grouped=True, exact=True)
 
     def judge(self, cluster: SimulatedCluster) -> Mapping[str, Sequence[str]]:
         codecs = f"with {self._form.push!r} and {self._form.pull!r}"

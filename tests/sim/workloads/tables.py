@@ -204,7 +204,8 @@ class Rows(Parameters):
                 values[slice(None) if client.each_shard_judges() else -1, -1] = np.nan
             pushes.append(lay_push(client.exchange, parts.block, KEYS[numbers], values, None))
         if step.pull:
-            pulls.append(lay_pull(client.exchange, parts.block, asked_for(client, step.pull)[0]))
+            links, (keys, _) = client.exchange, asked_for(client, step.pull)
+            pulls.append(lay_pull(links, parts.block, keys, grouped=not links.shared))
         return structs.replace(parts, row_pushes=pushes, row_pulls=pulls, leased=True)
 
     def record(

@@ -27,7 +27,7 @@ from paramserve.core.table.options import TableOptions
 from paramserve.core.table.parts import Records, RowGradient
 from paramserve.core.table.store import Purpose, RowStore
 from paramserve.core.user_rules import guarded
-from paramserve.errors import ParamServeError, ShapeMismatch
+from paramserve.errors import Overloaded, ParamServeError, ShapeMismatch
 from paramserve.messages import (
     ALIGN,
     BlockSpec,
@@ -37,6 +37,7 @@ from paramserve.messages import (
     Keys,
     Put,
     ReadTarget,
+    Run,
     Scan,
     TableReport,
 )
@@ -59,6 +60,9 @@ Array = npt.NDArray[Any]
 
 PLACES_MAX = 1 << 31
 """Places of rows are int32."""
+SCATTERED_MAX = 1 << 16
+"""Rows that one read may have sent each by itself: where a reader that shared its memory when it
+chose their places no longer does. Each takes 24 bytes of a header."""
 EMPTY = np.empty(0, np.uint8)
 
 
@@ -413,7 +417,7 @@ class KeyedBlock(ShardStorage):
         """Refuse a read whose keys or places do not lie in its memory; nothing is written.
 
         Raises:
-            ShapeMismatch: nothing was read.
+            ShapeMismatch, Overloaded: nothing was read.
         """
         _, places = self._keys(memory, place)
         assert place.keys is not None
@@ -422,6 +426,12 @@ class KeyedBlock(ShardStorage):
         parts.within(whole, place.offset, nbytes, "", total, self._of, self._row_align)
         if places is None:
             return
+        if memory.mirrored and SCATTERED_MAX < places.size < total:
+            raise Overloaded(
+                f"{places.size} rows of table {self.names} were to be sent one by one, which is "
+                f"for at most {SCATTERED_MAX}",
+                fix="read again: rows are asked for together where a server maps no memory",
+            )
         # Of a place below 0, the same bits are a number past all that there may be.
         if places.size and int(np.maximum.reduce(places.view(np.uint32))) >= min(total, PLACES_MAX):
             raise ShapeMismatch(
@@ -468,14 +478,14 @@ class KeyedBlock(ShardStorage):
         except ValueError as error:
             raise self._not_encoded("keys", error) from error
 
-    def read(self, memory: Memory, place: ReadTarget) -> int:
-        """Write the rows of the keys asked for to their places, or encoded in order; the bytes that
-        lie there then. A key without a row has its initial values; a read creates no row, and is no
-        use of one."""
+    def read(self, memory: Memory, place: ReadTarget) -> Sequence[Run]:
+        """Write the rows of the keys asked for to their places, or encoded in order; the runs of
+        memory that were written. A key without a row has its initial values; a read creates no row,
+        and is no use of one."""
         keys, places = self._keys(memory, place)
         assert place.keys is not None
         if not keys.size:  # there may be no memory for the rows of none
-            return 0
+            return ()
         whole, nbytes = memory.get(place.arena), self._read_bytes(place)
         assert whole is not None, "check_place() comes first"
         if places is None:
@@ -487,7 +497,10 @@ class KeyedBlock(ShardStorage):
         if places is None:
             assert self.codecs is not None
             whole[place.offset : place.offset + nbytes] = self.codecs.answer(out)
-        return nbytes
+        elif memory.mirrored and keys.size < place.keys.total:  # other shards write between them
+            starts = place.offset + 4 * self.dim * places.astype(np.int64)
+            return [(place.arena, start, 4 * self.dim) for start in starts.tolist()]
+        return ((place.arena, place.offset, nbytes),)
 
     # --- whole rows ------------------------------------------------------------------------------
 
