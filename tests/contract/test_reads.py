@@ -220,6 +220,6 @@ def test_rows_too_many_to_be_sent_each_by_itself_are_refused_and_read_again(
     with monkeypatch.context() as patch:
         patch.setattr(row_reads, "lay_pull", lay_early)
         patch.setattr(block, "SCATTERED_MAX", 50)
-        with pytest.raises(Overloaded, match="rows of table 'users' were to be sent each by"):
+        with pytest.raises(Overloaded, match="rows of table 'users' were to be sent one by one"):
             table.pull(ASKED)
     assert np.array_equal(table.pull(ASKED), rows_of(ASKED))
