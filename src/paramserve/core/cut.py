@@ -167,6 +167,8 @@ class CutAgreement:
         self._longest_s = 0.0
         """Longest stop of this shard for checkpoint `_stopped_for`, over the attempts that
         failed."""
+        self._policies: dict[int, int] = {}
+        """Number of each group's last change of policy when the shard stopped."""
         self._clients: dict[int, int] = {}
         self._clocks: dict[int, int] = {}
         self._leading: Leading | None = None
@@ -529,6 +531,7 @@ class CutAgreement:
         self._until = self._now + min(CUT_LIMIT_MAX_S, ask.limit_s)
         self._clients = self.numbers()
         self._clocks = {number: each.state.committed for number, each in self._groups.items()}
+        self._policies = self._policy_numbers()
         self._end_calls()
         sessions = self._sessions.by_client
         ended = {client for client, session in sessions.items() if self._ends(session)}
@@ -628,10 +631,15 @@ class CutAgreement:
         self._outbox.append(Send(LEAD, message))
 
     def settle(self) -> None:
-        """Keep this shard's part of the cut, if all is executed that is in it, and go on."""
+        """Keep this shard's part of the cut, if all is executed that is in it, and go on. None is
+        kept where a policy was changed meanwhile: other parts may be from before that."""
         ask = self._current_ask
         assert ask is not None
         if not self._reached():
+            return
+        if self._policies.items() - self._policy_numbers().items():
+            self._go_on()
+            self._answer_again(ask.number)
             return
         clients = self.numbers()
         part = self.parts_here[ask.number] = self._freeze(ask, clients)
@@ -644,6 +652,10 @@ class CutAgreement:
         self._go_on()
         self._send(self._done)
         self._plan()
+
+    def _policy_numbers(self) -> dict[int, int]:
+        """Number of each group's last change of policy."""
+        return {number: each.state.changes.number for number, each in self._groups.items()}
 
     def _make_room(self, newest: ShardCut) -> None:
         """Release the cut for the checkpoint before, or the oldest of all others."""

@@ -98,6 +98,29 @@ def test_change_steps_of_the_pause_wait_and_are_executed_after_it() -> None:
     assert one.value() == [1.0]
 
 
+def test_cut_that_a_change_overtakes_on_one_shard_is_taken_again() -> None:
+    one = rig(Async(), shards=2, workers=2)
+    one.join(9)
+    one.send(9, SetPolicy(0, 0, spec(SUM)), 1)
+    push(one, B, 0, 1)
+    one.happen(CutWanted(1))
+    one.deliver()
+    assert one.shards[1].cuts.parts_here.keys() == {1}, "shard 0 has not executed what is in it"
+    one.send(9, SetPolicy(0, 0, spec(SUM)), 0)
+    one.deliver()
+    assert switched(one)[0] > 0
+    push(one, B, 0, 0)
+    one.deliver()
+    assert one.shards[0].cuts.parts_here == {}
+    for _ in range(10):
+        one.now += RESEND_S
+        for shard in (0, 1):
+            one.happen(DeadlineReached(), shard)
+        one.deliver()
+    first, second = (shard.cuts.parts_here[2] for shard in one.shards)
+    assert first.clocks == second.clocks
+
+
 def test_change_that_is_under_way_lets_no_second_one_begin() -> None:
     one = rig(Async(), workers=2)
     change(one, SUM)
