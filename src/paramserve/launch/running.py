@@ -274,7 +274,7 @@ class Job:
                 fix="tell it where to: ps.start(..., checkpoint=path)",
             )
         limit_s = timeout_s if timeout_s is not None else plan.deadlines.busy_s
-        report = self._asked_until_told(limit_s)
+        report = self._ask_each_attempt(limit_s)
         clocks = trained_only(report.clocks)
         return SavedCheckpoint(report.path, clocks, report.nbytes, report.pause_s, report.seconds)
 
@@ -437,9 +437,9 @@ class Job:
         for watching in self._watching:
             watching.drain()  # the snapshot of the last version, which the servers agreed on since
 
-    def _asked_until_told(self, limit_s: float) -> Checkpointed:
-        """Ask the processes that there are for a checkpoint; those after them, where the run goes
-        back to one."""
+    def _ask_each_attempt(self, limit_s: float) -> Checkpointed:
+        """Ask for a checkpoint; where the run goes back to an earlier one meanwhile, ask the
+        processes of the next attempt."""
         until = time.monotonic() + limit_s
         while True:
             attempt = self._supervisor.attempt
@@ -448,9 +448,17 @@ class Job:
                 return self._ask_checkpoint(self._supervisor.connect, left_s)
             except CheckpointError:
                 raise
-            except ParamServeError:
-                if not self._supervisor.goes_on(attempt):
+            except ParamServeError as error:
+                left_s = max(until - time.monotonic(), 0.0)
+                if self._supervisor.goes_on(attempt, left_s):
+                    continue
+                if self._supervisor.state != "resuming":
                     raise
+                raise CheckpointError(
+                    f"no checkpoint was written in {limit_s:g} s, in which the run went back to "
+                    "an earlier one",
+                    fix="ask again when the workers run, or give more time: timeout_s",
+                ) from error
 
     def _ask_checkpoint(self, connect: Callable[[], Client], limit_s: float) -> Checkpointed:
         client = connect()  # of its own: one that waits keeps others waiting

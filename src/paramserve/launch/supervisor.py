@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from math import inf
 
 import msgspec
 
@@ -223,10 +224,11 @@ class Supervisor:
             if attempt is self.attempt:
                 return attempt
 
-    def goes_on(self, attempt: Attempt) -> bool:
-        """Whether the run has other processes than these by now; waits for them where it is about
-        to start them."""
-        while self.state == "resuming" and attempt is self.attempt:
+    def goes_on(self, attempt: Attempt, timeout_s: float = inf) -> bool:
+        """Whether the run has other processes than these by now; waits for them, at most so long,
+        where it is about to start them."""
+        until = time.monotonic() + timeout_s
+        while self.state == "resuming" and attempt is self.attempt and time.monotonic() < until:
             self.ended.wait(QUICK_TICK_S)
         return attempt is not self.attempt
 

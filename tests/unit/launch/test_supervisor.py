@@ -8,6 +8,7 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from paramserve.errors import ClientClosed, ParamServeError, ServerGone, WorkerF
 from paramserve.launch import supervisor as module
 from paramserve.launch.attempt import Attempt
 from paramserve.launch.roster import Restart
+from paramserve.launch.supervisor import Supervisor
 from paramserve.observe import watch
 from paramserve.observe.status import RunStatus
 
@@ -224,3 +226,9 @@ def test_folder_is_short_enough_for_sockets_whatever_the_temporary_folder(
     supervisor = started(PLAN, Puppets())
     supervisor.abandon()
     assert len(supervisor.addresses[0].removeprefix("unix:")) <= 107
+
+
+def test_wait_for_another_attempt_ends_with_its_time() -> None:
+    one: Any = SimpleNamespace(state="resuming", attempt=object(), ended=threading.Event())
+    assert not Supervisor.goes_on(one, one.attempt, 0.05)
+    assert Supervisor.goes_on(one, object(), 0.05)  # type: ignore[arg-type]
