@@ -138,7 +138,7 @@ def batch_of(schema: Any, records: Records, width: int, labels: list[str] | None
 def write_parquet(
     path: str | os.PathLike[str], schema: Any, make_batches: Callable[[], Iterable[Any]]
 ) -> int:
-    """Write record batches to a file; how many rows.
+    """Write a table's record batches to a Parquet file; how many rows.
 
     Args:
         make_batches: gives them, once it is known that the file can be written.

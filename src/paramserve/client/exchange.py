@@ -594,8 +594,9 @@ class Exchange(Links):
         shard.session.on_reply(reply)
         self._mutating = ""
 
-    def oldest_group(self) -> int | None:
-        """The group of the step that holds up what a shard was sent after it, if one does."""
+    def awaited_group(self) -> int | None:
+        """The group that a wait is for which names none: that of the oldest unanswered step of a
+        shard, else of the oldest read; None: there is neither."""
         with self._lock:
             sessions = [shard.session for shard in self.shards]
             # Steps first: a read that waits holds none of them up.

@@ -1,6 +1,6 @@
 """Copies of a table's rows on the client, each for some clocks: which are fresh, and which go.
 
-It sends nothing and decides nothing about pulls; `reading` asks it. The caller holds the client's
+It sends nothing and decides nothing about pulls; `row_reads` asks it. The caller holds the client's
 lock.
 """
 
@@ -68,7 +68,7 @@ class RowCache:
         self._read_at = np.full(rows, NEVER)
         """The client's clock; `NEVER` where there is no copy."""
         self._used = np.zeros(rows, np.bool_)
-        self._first_fresh = 0
+        self._first_unused = 0
         """Places that have been used at all."""
         self._free = np.empty(0, np.int64)
         """Rows of the cache that are free again."""
@@ -156,13 +156,13 @@ class RowCache:
 
     def _make_room(self, count: int, clock: int) -> Array:
         """Places for new copies, int64 [count]; the copies that were there are dropped."""
-        fresh_count = min(count, self._keys.size - self._first_fresh)
-        fresh = np.arange(self._first_fresh, self._first_fresh + fresh_count, dtype=np.int64)
-        self._first_fresh += fresh_count
-        remaining = max(self._free.size - (count - fresh_count), 0)
+        unused_count = min(count, self._keys.size - self._first_unused)
+        unused = np.arange(self._first_unused, self._first_unused + unused_count, dtype=np.int64)
+        self._first_unused += unused_count
+        remaining = max(self._free.size - (count - unused_count), 0)
         free, self._free = self._free[remaining:], self._free[:remaining]
-        places = [fresh, free]
-        needed = count - fresh_count - free.size
+        places = [unused, free]
+        needed = count - unused_count - free.size
         while needed:
             evicted = self._sweep(needed, clock - self.clocks)
             self._take_out(evicted)

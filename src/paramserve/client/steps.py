@@ -635,7 +635,7 @@ class Steps(ClientClocks):
         """
         self._take_reported_pending()
         pending = self.membership.pending(block.group_name)
-        self._join_all(lambda: self.membership.ahead(block, self._defined()), limit_s)
+        self._join_all(lambda: self.membership.before_entering(block, self._defined()), limit_s)
         return pending
 
     def _join_all(self, planned: Callable[[], Sequence[Joining]], limit_s: float | None) -> None:

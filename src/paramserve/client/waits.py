@@ -117,7 +117,7 @@ class Waits:
         looks = _Looks(began, self.now() + timeouts.LOOK_S)
         while not self._wait_on(wait, what, group, looks, limit_s):
             left_s = began + self.busy_s - self.now()
-            awaited = group if group is not None else self._exchange.oldest_group()
+            awaited = group if group is not None else self._exchange.awaited_group()
             busy = self._waits_for(awaited, left_s) if awaited is not None else ()
             waited_s = self.now() - began
             if wait(0.0):
@@ -142,7 +142,7 @@ class Waits:
         while looks.due < until:
             if wait(max(looks.due - self.now(), 0.0)):
                 return True
-            awaited = group if group is not None else self._exchange.oldest_group()
+            awaited = group if group is not None else self._exchange.awaited_group()
             answers = (
                 self._exchange.inquire(awaited, timeouts.INQUIRE_S) if awaited is not None else ()
             )
@@ -162,7 +162,7 @@ class Waits:
         self, what: str, group: int | None, waited_s: float, timeout_s: float | None
     ) -> bool:
         """Say for whom a wait is, if it is for other ranks; whether it was said."""
-        awaited = group if group is not None else self._exchange.oldest_group()
+        awaited = group if group is not None else self._exchange.awaited_group()
         missing = self._waits_for(awaited, timeouts.INQUIRE_S) if awaited is not None else ()
         if missing:
             self._warn(what, missing, waited_s, timeout_s)

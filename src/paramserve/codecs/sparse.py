@@ -82,7 +82,7 @@ class Sparse(Codec):
         """
 
     @abstractmethod
-    def find(self, data: Bytes, count: int) -> Places:
+    def read_places(self, data: Bytes, count: int) -> Places:
         """The places [chosen_count(count)] that bytes tell, rising and below `count`.
 
         Args:
@@ -122,7 +122,7 @@ class Sparse(Codec):
         values = data[:end].view(np.float32)
         if not np.isfinite(values).all():
             raise ValueError(f"a value of ps.{self.name} is NaN or Inf")
-        self.scatter(values, self.find(data[end:], out.size), out)
+        self.scatter(values, self.read_places(data[end:], out.size), out)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class TopK(Sparse):
         written: int = kernels.to_gaps(places, out)
         return written
 
-    def find(self, data: Bytes, count: int) -> Places:
+    def read_places(self, data: Bytes, count: int) -> Places:
         places = np.empty(self.chosen_count(count), np.uint32)
         if self.index == "plain":
             check_length(data, places.nbytes)
@@ -202,7 +202,7 @@ class RandomK(Sparse):
         out[:size] = np.array([own], "<u4").view(np.uint8)[:size]
         return size
 
-    def find(self, data: Bytes, count: int) -> Places:
+    def read_places(self, data: Bytes, count: int) -> Places:
         check_length(data, self.places_size(count))
         places = np.empty(self.chosen_count(count), np.uint32)
         codec_kernels().draw_places(count, int.from_bytes(data.tobytes(), "little"), places)
@@ -282,7 +282,7 @@ class Chain(Codec):
         end = self.second.size(number)
         if data.size < end:
             raise ValueError(f"{data.size} bytes came where {number} values and their places lie")
-        places = self.first.find(data[end:], out.size)
+        places = self.first.read_places(data[end:], out.size)
         values = np.empty(number, np.float32)
         self.second.decode(data[:end], values)
         self.first.scatter(values, places, out)

@@ -161,9 +161,9 @@ class ClientMembership:
             return next((each for each in stepped if self._collects(each)), None)
         return next((each for each in stepped if self._waits(each)), None)
 
-    def ahead(self, block: Block, defined: Iterable[Block]) -> list[Joining]:
-        """What to send so that the rank is a member of a group before it steps it; nothing if the
-        group follows one that was joined."""
+    def before_entering(self, block: Block, defined: Iterable[Block]) -> list[Joining]:
+        """What to send so that the rank is a member of a group before it steps it; nothing if it is
+        one already, or the group follows one that was joined."""
         name = block.group_name
         if name not in self._pending:
             return []

@@ -134,7 +134,7 @@ class Untrained:
         self._links = links
         there = existing.of(self._group)
         for nth, block in enumerate(there):
-            self._find(block, nth)
+            self._take_up(block, nth)
         names = self._names_held()
         complete = existing.stepped and (there or not define)
         rest = [
@@ -159,9 +159,12 @@ class Untrained:
     def _names_held(self) -> set[str]:
         return {source.name for entry in self._assigned for source in entry.present()}
 
-    def _find(self, block: Block, nth: int) -> None:
-        """Keep a block that is there, if this model has any of it.
+    def _take_up(self, block: Block, nth: int) -> None:
+        """Wait for a block that the servers have already, and assign it from now on, if this model
+        has any of it.
 
+        Args:
+            nth: place of the block in its group.
         Raises:
             DefineMismatch: this model has a tensor of it with another shape or dtype.
         """

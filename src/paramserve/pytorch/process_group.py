@@ -176,7 +176,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface with this address; None: not found, or not on this system."""
+    """The network interface with this address, for `GLOO_SOCKET_IFNAME`; None: not found, or not
+    on this system."""
     if not sys.platform.startswith("linux"):
         return None
     if ":" in host:
@@ -195,6 +196,7 @@ def _interface_of(host: str) -> str | None:
 
 
 def _interface_of_ipv6(host: str) -> str | None:
+    """The network interface with this IPv6 address; None: not found."""
     with contextlib.suppress(OSError):
         host_bytes = socket.inet_pton(socket.AF_INET6, host.partition("%")[0]).hex()
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

@@ -398,6 +398,8 @@ class ServerRole:
         return work is None
 
     def _kernels_loaded(self, done: Pending[None]) -> None:
+        """Handle the frames that were held while a thread loaded kernels. The first of them is the
+        definition that needs these; it is refused if they could not be loaded."""
         frames, self._loading = self._loading or [], None
         error = done.exception()
         if error is not None:

@@ -100,7 +100,7 @@ class Memory:
     def full(self, requests: int, *, reads: bool = False) -> str:
         return "shard 0 is full" if self.no_room else ""
 
-    def oldest_group(self) -> int | None:
+    def awaited_group(self) -> int | None:
         return None
 
     def check_whole(self) -> None:

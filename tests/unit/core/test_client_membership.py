@@ -39,7 +39,7 @@ class Known:
         return self._join(self.membership.before(stepped, self.groups))
 
     def sends_ahead(self, block: Block) -> Sent:
-        return self._join(self.membership.ahead(block, self.groups))
+        return self._join(self.membership.before_entering(block, self.groups))
 
     def _join(self, found: Sequence[Joining]) -> Sent:
         for each in found:
