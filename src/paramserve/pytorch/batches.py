@@ -1,7 +1,7 @@
 """What every loader is made of: the order of an epoch, whole batches of tensors, checks.
 
 A loader or sampler that is made again with the same dataset and arguments goes on with the epochs
-that follow, as if the first one were iterated again (`kept_for_dataset`).
+that follow, as if the first one were iterated again (`make_once`).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ slots); the one whose loader was made longest ago goes first. The others go when
 function has dropped them."""
 
 
-def kept_for_dataset(
+def make_once(
     passes: PassesByDataset, dataset: Any, arguments: Hashable, make: Callable[[], T]
 ) -> T:
     """What loaders and samplers of a dataset have in common, as the epochs that they have begun;

@@ -20,10 +20,10 @@ from paramserve.pytorch.batches import (
     by_rows,
     check_counts,
     check_range,
-    kept_for_dataset,
     loading,
     loop,
     loop_progress,
+    make_once,
     order,
     size_of,
 )
@@ -247,7 +247,7 @@ def lease(
             has_others=lambda: course.has_static,
         )
 
-    work = kept_for_dataset(worker.passes, dataset, arguments, make)
+    work = make_once(worker.passes, dataset, arguments, make)
     return work if not work.active else make()
 
 

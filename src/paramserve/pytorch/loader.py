@@ -33,10 +33,10 @@ from paramserve.pytorch.batches import (
     check_counts,
     check_options,
     check_range,
-    kept_for_dataset,
     loading,
     loop,
     loop_progress,
+    make_once,
     order,
     size_of,
     unknown_argument,
@@ -370,9 +370,7 @@ def sampler(
             f"the dataset has {size} samples for {worker.workers} workers: each needs at least one"
         )
     arguments = ("sampler", shuffle)
-    epochs = kept_for_dataset(
-        worker.passes, dataset, arguments, lambda: _checked(worker, arguments, size)
-    )
+    epochs = make_once(worker.passes, dataset, arguments, lambda: _checked(worker, arguments, size))
     return RankSampler(size, worker.rank, worker.workers, worker.seed, shuffle, epochs)
 
 
@@ -428,7 +426,7 @@ def load(
     done: Epochs
     if shards == OWN:
         make_own = partial(_agree, worker, size // batch_size)
-        done = own = kept_for_dataset(worker.passes, dataset, arguments, make_own)
+        done = own = make_once(worker.passes, dataset, arguments, make_own)
         sampler, count = RankSampler(size, 0, 1, seed, shuffle, Epochs()), own.batches
         _check_own(worker, size, batch_size, count)
     else:
@@ -436,7 +434,7 @@ def load(
         if resume:
             _check_shares(worker)
         make = partial(_checked, worker, arguments, size)
-        done = kept_for_dataset(worker.passes, dataset, arguments, make)
+        done = make_once(worker.passes, dataset, arguments, make)
         sampler = RankSampler(size, worker.rank, worker.workers, seed, shuffle, Epochs())
         count = len(sampler) // batch_size
     batches = _Batches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 from tests.suites import each_case
@@ -631,6 +632,21 @@ def let_happen(world: World, chance: random.Random) -> None:
             world.step(chance.choice(events))
 
 
+def live(
+    world: World, chance: random.Random, happen: Callable[[World, random.Random], None], seed: int
+) -> None:
+    """Let things happen in some order, and then the life end."""
+    try:
+        for _ in range(STEPS):
+            happen(world, chance)
+        world.step(Abandon())
+        world.settle()
+        assert world.life.over
+        assert len(world.of(End)) == 1
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+
+
 def test_life_in_any_order_of_events_keeps_its_promises() -> None:
     """`World` asserts them after each step: no two attempts at once, each end counted once, none
     restarted past its limit, no refused checkpoint again, one end with a reason, each wait with a
@@ -638,15 +654,7 @@ def test_life_in_any_order_of_events_keeps_its_promises() -> None:
     for seed in range(SEEDS):
         chance = random.Random(seed)
         world = a_world(chance)
-        try:
-            for _ in range(STEPS):
-                let_happen(world, chance)
-            world.step(Abandon())
-            world.settle()
-            assert world.life.over
-            assert len(world.of(End)) == 1
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        live(world, chance, let_happen, seed)
 
 
 def let_others_happen(world: World, chance: random.Random) -> None:
@@ -687,15 +695,7 @@ def test_cluster_of_others_in_any_order_of_events_keeps_its_promises() -> None:
             strict=chance.random() < 0.2,
             timeout_s=chance.choice([None, None, 300.0]),
         )
-        try:
-            for _ in range(STEPS):
-                let_others_happen(world, chance)
-            world.step(Abandon())
-            world.settle()
-            assert world.life.over
-            assert len(world.of(End)) == 1
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        live(world, chance, let_others_happen, seed)
 
 
 def test_life_whose_processes_do_nothing_ends_by_itself() -> None:
